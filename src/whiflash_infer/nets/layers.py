@@ -1,0 +1,117 @@
+"""Parts that both drafters share: norm, rotary positions, gated MLP, attention in two pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return (self.weight * normed.to(x.dtype)).to(x.dtype)
+
+
+class Rotary:
+    """Rotary positions of the target's own kind (default, linear, llama3, yarn...).
+
+    It is no module: `.to(bfloat16)` on a drafter must not round the frequencies.
+    """
+
+    def __init__(
+        self, *, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
+    ) -> None:
+        config = LlamaConfig(
+            head_dim=head_dim,
+            rope_parameters=dict(rope_parameters),
+            max_position_embeddings=max_position_embeddings,
+        )
+        embedding = LlamaRotaryEmbedding(config)
+        self._inv_freq: Tensor = embedding.inv_freq.detach().float().clone()  # pyright: ignore
+        self._scaling = float(embedding.attention_scaling)
+
+    def __call__(
+        self, positions: Int[Tensor, "*N"]
+    ) -> tuple[Float[Tensor, "*N d"], Float[Tensor, "*N d"]]:
+        if self._inv_freq.device != positions.device:
+            self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions[..., None].float() * self._inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self._scaling, angles.sin() * self._scaling
+
+
+def rotate(
+    x: Float[Tensor, "*N H d"], angles: tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"]]
+) -> Float[Tensor, "*N H d"]:
+    """Rotate the first r of d channels of every head (r = d unless the target rotates fewer)."""
+    cos, sin = (part[..., None, :] for part in angles)
+    width = cos.shape[-1]
+    turned, passed = x[..., :width].float(), x[..., width:]
+    left, right = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
+    return torch.cat([turned.to(x.dtype), passed], dim=-1)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation = ACT2FN[activation]
+
+    def forward(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def attend_cached(
+    queries: Float[Tensor, "Q H d"],
+    keys: Float[Tensor, "1 G T d"],
+    values: Float[Tensor, "1 G T d"],
+) -> Float[Tensor, "Q H*d"]:
+    """Every query sees every key: decoding, where the cache holds exactly what may be seen."""
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None], keys, values, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1).flatten(1)
+
+
+def attend_shared_and_own(
+    queries: Float[Tensor, "B A S H d"],
+    shared_keys: Float[Tensor, "B T G d"],
+    shared_values: Float[Tensor, "B T G d"],
+    shared_mask: Bool[Tensor, "B A T"],
+    own_keys: Float[Tensor, "B A U G d"],
+    own_values: Float[Tensor, "B A U G d"],
+) -> Float[Tensor, "B A S H*d"]:
+    """One softmax over the sequence's T shared keys and an anchor's U own keys.
+
+    The own keys are visible to that anchor's S queries alone, so the cost is A * (T + U), not
+    A * (T + A * U). Softmax in float32. U may be 0.
+    """
+    num_groups = shared_keys.shape[2]
+    grouped = queries.unflatten(3, (num_groups, -1)) * queries.shape[-1] ** -0.5
+    shared = torch.einsum("basghd,btgd->baghst", grouped, shared_keys)
+    shared = shared.float().masked_fill(
+        ~shared_mask[:, :, None, None, None, :], torch.finfo(torch.float32).min
+    )
+    own = torch.einsum("basghd,baugd->baghsu", grouped, own_keys).float()
+    weights = torch.cat([shared, own], dim=-1).softmax(-1).to(own_values.dtype)
+    from_shared, from_own = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
+    attended = torch.einsum("baghst,btgd->basghd", from_shared, shared_values)
+    attended = attended + torch.einsum("baghsu,baugd->basghd", from_own, own_values)
+    return attended.flatten(3)

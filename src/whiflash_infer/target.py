@@ -1,0 +1,269 @@
+"""The target: a frozen Hugging Face causal language model, with its tapped layers captured."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from whiflash_infer.artifacts import json_hash
+from whiflash_infer.cache import TargetCache
+from whiflash_infer.errors import UserError
+from whiflash_infer.nets.shape import DrafterShape, check_tap_layer_ids
+from whiflash_infer.types import TargetRows, TeacherRows
+
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """What an artefact remembers of its target. `dtype` is told, but not required to match."""
+
+    name: str
+    config_hash: str
+    weights: str
+    tokenizer: str
+    chat_template: str
+    dtype: str
+
+    def manifest(self) -> dict[str, str]:
+        return asdict(self)
+
+    def required(self) -> dict[str, str]:
+        return {k: v for k, v in self.manifest().items() if k != "dtype"}
+
+
+class TargetTables:
+    """The target's frozen embedding and output head, which both drafters read."""
+
+    def __init__(self, embedding: Tensor, head: Tensor, softcap: float | None) -> None:
+        self.embedding = embedding
+        self.head = head
+        self.softcap = softcap
+
+    def embed(self, ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N D"]:
+        return F.embedding(ids, self.embedding)
+
+    def logits(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
+        logits = F.linear(hidden.to(self.head.dtype), self.head)
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Target:
+    """Wraps a loaded model. Layer taps and the head's input are captured by forward hooks."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, *, name: str, tap_layer_ids: Sequence[int]
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config: PreTrainedConfig = model.config.get_text_config()  # pyright: ignore
+        _refuse_unsupported(self.config)
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.tap_layer_ids = check_tap_layer_ids(list(tap_layer_ids), self.num_layers)
+        self._decoder: nn.Module = model.get_decoder()  # pyright: ignore
+        self._head: nn.Module = model.get_output_embeddings()  # pyright: ignore
+        self._captured: dict[int | str, Tensor] = {}
+        self._cache_argument = _cache_argument(model)
+        for layer_id in self.tap_layer_ids:
+            layer = self._decoder.layers[layer_id]  # pyright: ignore
+            layer.register_forward_hook(self._capture_output(layer_id))
+        self._head.register_forward_pre_hook(self._capture_head_input)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        *,
+        name: str,
+        tap_layer_ids: Sequence[int],
+        dtype: str = "auto",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Load a Hugging Face id or local folder. dtype: auto | float32 | bfloat16."""
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=resolve_dtype(dtype, device), **options
+        )
+        return cls(model.to(device), tokenizer, name=name, tap_layer_ids=tap_layer_ids)
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device  # pyright: ignore
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._head.weight.dtype  # pyright: ignore
+
+    @property
+    def tables(self) -> TargetTables:
+        embedding = self.model.get_input_embeddings().weight  # pyright: ignore
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return TargetTables(embedding, self._head.weight, softcap)  # pyright: ignore
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self._decoder.norm  # pyright: ignore
+
+    def layer(self, index: int) -> nn.Module:
+        return self._decoder.layers[index]  # pyright: ignore
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Union of the stop tokens named by generation config, model config and tokenizer."""
+        generation = getattr(self.model, "generation_config", None)
+        named = (
+            getattr(generation, "eos_token_id", None),
+            self.config.eos_token_id,
+            self.tokenizer.eos_token_id,
+        )
+        ids: set[int] = set()
+        for value in named:
+            ids.update(value if isinstance(value, list | tuple) else [value])
+        return frozenset(i for i in ids if i is not None)
+
+    @property
+    def max_length(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def drafter_shape(self) -> DrafterShape:
+        """Sizes of a drafter layer of the target's own width."""
+        c = self.config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return DrafterShape(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_key_value_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(c.rms_norm_eps),
+            hidden_act="silu",
+            vocab_size=c.vocab_size,
+            max_position_embeddings=c.max_position_embeddings,
+            target_hidden_size=c.hidden_size,
+            rope_parameters=_rope_parameters(c),
+        )
+
+    def identity(self) -> TargetIdentity:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        tokenizer = backend.to_str() if backend is not None else self.tokenizer.get_vocab()
+        volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+        config = {k: v for k, v in self.config.to_dict().items() if k not in volatile}
+        return TargetIdentity(
+            name=self.name,
+            config_hash=json_hash(config),
+            weights=_weights_fingerprint(self.model),
+            tokenizer=json_hash(tokenizer),
+            chat_template=json_hash(getattr(self.tokenizer, "chat_template", None)),
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant's answer begins."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"target {self.name} has no chat template, so conversations cannot be rendered: "
+                "use an instruct model, or set tokenizer.chat_template in its folder"
+            )
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def new_cache(self, capacity: int) -> TargetCache:
+        return TargetCache(self.num_layers, capacity)
+
+    def read(self, ids: Int[Tensor, " Q"], cache: TargetCache, *, last_only: bool) -> TargetRows:
+        """Read Q tokens behind the cache; logits of all of them, or of the last one only."""
+        options = {self._cache_argument: cache, "logits_to_keep": 1 if last_only else 0}
+        output = self.model(ids[None], use_cache=True, **options)
+        return TargetRows(output.logits[0], self._captured["head"][0], self._taps()[0])
+
+    def teach(self, ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> TeacherRows:
+        """Taps and final hidden states of right-padded sequences, without the head."""
+        output = self._decoder(ids, attention_mask=mask.long(), use_cache=False)
+        return TeacherRows(self._taps(), output.last_hidden_state)
+
+    def _taps(self) -> Float[Tensor, "B T E"]:
+        return torch.cat([self._captured[i] for i in self.tap_layer_ids], dim=-1)
+
+    def _capture_output(self, layer_id: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def _capture_head_input(self, _module: nn.Module, inputs: Any) -> None:
+        self._captured["head"] = inputs[0]
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """auto: bfloat16 where the device multiplies it natively, float32 elsewhere."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype == "auto":
+        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+    if dtype not in named:
+        raise UserError(f"dtype is {dtype!r}: it must be auto, float32 or bfloat16")
+    return named[dtype]
+
+
+def has_fast_bfloat16(device: str) -> bool:
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported()
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+
+
+def resolve_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cache_argument(model: nn.Module) -> str:
+    """The forward argument that takes a cache; transformers 5.2x renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _refuse_unsupported(config: PreTrainedConfig) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - _ATTENTION_TYPES:
+        raise UserError(
+            f"{config.model_type}: layers of type {sorted(kinds - _ATTENTION_TYPES)} keep a "
+            "recurrent state that cannot be rolled back; only attention targets are supported"
+        )
+
+
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = dict(config.rope_parameters)
+    if "full_attention" in rope:  # one set a layer type (Gemma 3)
+        rope = dict(rope["full_attention"])
+    rope.setdefault("rope_type", "default")
+    return rope
+
+
+def _weights_fingerprint(model: nn.Module) -> str:
+    """Hash of names, shapes and 64 spread values of each tensor, rounded to bfloat16.
+
+    The rounding makes the same weights loaded in float32 and in bfloat16 agree.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.flatten()
+        picked = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(picked.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
