@@ -18,7 +18,7 @@ class ARRunner:
     def __init__(self, net: ARDrafter, tables: TargetTables, *, draft_length: int) -> None:
         self.net = net
         self.max_draft = draft_length
-        self._tables = tables
+        self.tables = tables
         self._store = KVStore(1)
         self._frontier: tuple[Tensor, Tensor] | None = None
 
@@ -35,7 +35,7 @@ class ARRunner:
             return
         positions = torch.arange(start, end, device=sequence.ids.device)
         fused = self.net.fuse(sequence.taps(start, end).to(self.net.fc.weight.dtype))
-        embeds = self._tables.embed(sequence.ids[start + 1 : end + 1]).to(fused.dtype)
+        embeds = self.tables.embed(sequence.ids[start + 1 : end + 1]).to(fused.dtype)
         joined, keys, values = self.net.entry(embeds, fused, positions)
         self._store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         self._frontier = joined[-1:], fused[-1:]
@@ -49,7 +49,7 @@ class ARRunner:
         for step in range(num_draft):
             position = torch.tensor([sequence.anchor - 1 + step], device=sequence.ids.device)
             if step > 0:
-                embeds = self._tables.embed(tokens[-1]).to(hidden.dtype)
+                embeds = self.tables.embed(tokens[-1]).to(hidden.dtype)
                 joined, keys, values = self.net.entry(embeds, hidden, position)
                 self._store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             hidden = self.net.step_cached(joined, hidden, position, *self._store.view())

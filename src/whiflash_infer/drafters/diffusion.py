@@ -18,7 +18,7 @@ class DiffusionRunner:
     def __init__(self, net: DiffusionDrafter, tables: TargetTables) -> None:
         self.net = net
         self.max_draft = net.config.block_size - 1
-        self._tables = tables
+        self.tables = tables
         self._stores: list[KVStore] = []
 
     def start(self, capacity: int) -> None:
@@ -45,6 +45,6 @@ class DiffusionRunner:
         ids = torch.full((config.block_size,), config.mask_token_id, device=device)
         ids[0] = sequence.ids[sequence.anchor]
         positions = torch.arange(config.block_size, device=device) + sequence.anchor
-        embeds = self._tables.embed(ids).to(self.net.fc.weight.dtype)
+        embeds = self.tables.embed(ids).to(self.net.fc.weight.dtype)
         hidden = self.net.block_cached(embeds, positions, self._stores)
-        return self._tables.logits(hidden[1 : num_draft + 1]).argmax(-1)
+        return self.tables.logits(hidden[1 : num_draft + 1]).argmax(-1)

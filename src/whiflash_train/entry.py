@@ -1,0 +1,154 @@
+"""Entry points: Hydra, with unknown keys caught by name and user errors told in one line."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from whiflash_infer.errors import UserError
+
+_EXIT_USER_ERROR, _EXIT_INTERRUPTED = 2, 130
+
+
+def entry_point(
+    config_name: str, *, root: Path
+) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+    """Make a script's main function: compose `<root>/conf/<config_name>.yaml`, call it with that.
+
+    Exit status: 0 done, 1 a fault of ours (with traceback), 2 something to mend, 130 interrupted.
+    """
+
+    def decorate(function: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        @functools.wraps(function)
+        def guarded(cfg: DictConfig) -> Any:
+            try:
+                return function(cfg)
+            except UserError as error:
+                _stop(str(error), _EXIT_USER_ERROR)
+            except KeyboardInterrupt:
+                _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
+
+        folder = root.resolve() / "conf"
+        run = hydra.main(version_base="1.3", config_path=str(folder), config_name=config_name)
+
+        def main() -> None:
+            quiet_libraries()
+            arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
+            try:
+                check_keys(folder, config_name, arguments)
+            except UserError as error:
+                _stop(str(error), _EXIT_USER_ERROR)
+            run(guarded)()
+
+        return main
+
+    return decorate
+
+
+def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
+    """Refuse overrides and experiment keys that nothing reads.
+
+    Raises: UserError naming the nearest valid key.
+    """
+    try:
+        overrides = OverridesParser.create().parse_overrides(arguments)
+    except HydraException as error:
+        raise UserError(f"cannot read the command line: {error}") from None
+    groups = [o for o in overrides if (folder / o.key_or_group).is_dir()]
+    values = [o for o in overrides if o not in groups]
+    for group in groups:
+        _check_choice(folder, group)
+    experiments = [g for g in groups if g.key_or_group == "experiment"]
+    plain = _compose(folder, config_name, [g for g in groups if g not in experiments])
+    known = _leaf_keys(plain)
+    if experiments:
+        _refuse_unknown(_leaf_keys(_compose(folder, config_name, groups)), known, "experiment file")
+    _refuse_unknown(
+        {o.key_or_group for o in values if not o.is_add() and not o.is_delete()},
+        known | _branch_keys(known) | {"hydra"},
+        "command line",
+    )
+
+
+def _check_choice(folder: Path, override: Override) -> None:
+    choices = sorted(p.stem for p in (folder / override.key_or_group).glob("*.yaml"))
+    for value in _first_values(override):
+        if value not in (None, "null") and value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"{override.key_or_group}={value}: there is no such choice.{hint} "
+                f"Known: {', '.join(choices)}"
+            )
+
+
+def _first_values(override: Override) -> list[Any]:
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator())
+    value = override.value()
+    return value if isinstance(value, list) else [value]
+
+
+def _compose(folder: Path, config_name: str, groups: list[Override]) -> DictConfig:
+    chosen = [f"{g.key_or_group}={_first_values(g)[0]}" for g in groups]
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(config_name, overrides=[c.replace("=None", "=null") for c in chosen])
+
+
+def _leaf_keys(cfg: DictConfig) -> set[str]:
+    keys: set[str] = set()
+
+    def walk(node: Any, prefix: str) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                walk(value, f"{prefix}.{key}" if prefix else str(key))
+        else:
+            keys.add(prefix)
+
+    walk(OmegaConf.to_container(cfg, resolve=False), "")
+    return keys
+
+
+def _branch_keys(leaves: set[str]) -> set[str]:
+    return {".".join(key.split(".")[:i]) for key in leaves for i in range(1, key.count(".") + 1)}
+
+
+def _refuse_unknown(keys: set[str], known: set[str], where: str) -> None:
+    for key in sorted(keys - known):
+        if key.split(".")[0] in {"hydra"}:
+            continue
+        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(f"unknown configuration key {key} ({where}).{hint}")
+
+
+def quiet_libraries() -> None:
+    """Silence what a user cannot act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*ended before the epoch ended.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*treespec.*")
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def _stop(message: str, status: int) -> None:
+    print(f"error: {message}" if status == _EXIT_USER_ERROR else message, file=sys.stderr)  # noqa: T201
+    sys.exit(status)

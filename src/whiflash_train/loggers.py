@@ -1,0 +1,52 @@
+"""Where a run's numbers go: W&B, CSV, or nowhere."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from whiflash_infer.errors import UserError
+
+
+def csv_logger(*, output_dir: str) -> Logger:
+    """`metrics.csv` in the run's folder."""
+    return CSVLogger(output_dir, name="", version="csv")
+
+
+def no_logger(*, output_dir: str) -> None:
+    return None
+
+
+def wandb_logger(
+    *, output_dir: str, project: str, name: str, entity: str | None, tags: list[str]
+) -> Logger:
+    """A W&B run; without an API key it is kept offline in the run's folder."""
+    if find_spec("wandb") is None:
+        raise UserError("logger=wandb needs the package wandb: pip install 'whiflash[train]'")
+    offline = os.environ.get("WANDB_MODE") == "offline" or not _has_wandb_key()
+    settings: dict[str, Any] = {"entity": entity, "tags": tags}
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    logger = WandbLogger(
+        project=project, name=name, save_dir=output_dir, offline=offline, **settings
+    )
+    if offline:
+        run_dir = logger.experiment.dir
+        print(  # noqa: T201 - the user must learn where the run went
+            f"W&B runs offline: no API key, or WANDB_MODE=offline. Files: {Path(run_dir).parent}\n"
+            f"Send them later with: wandb sync {Path(run_dir).parent}"
+        )
+    return logger
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False

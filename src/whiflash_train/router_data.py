@@ -1,0 +1,67 @@
+"""Dense rounds as training batches for the router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from whiflash_infer.rounds import ConversationRounds
+
+
+@dataclass
+class RouterBatch:
+    """States and what each of the P drafting arms would have had accepted there."""
+
+    features: Float[Tensor, "N F"]
+    accepted: Int[Tensor, "N P"]
+    censored: Bool[Tensor, "N P"]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def to(self, device: torch.device | str) -> RouterBatch:
+        return RouterBatch(
+            self.features.to(device), self.accepted.to(device), self.censored.to(device)
+        )
+
+    def take(self, index: np.ndarray) -> RouterBatch:
+        return RouterBatch(self.features[index], self.accepted[index], self.censored[index])
+
+
+def stack_rounds(conversations: list[ConversationRounds], arms: tuple[str, ...]) -> RouterBatch:
+    """Every labelled position of every conversation, arms in the given order."""
+    accepted = [np.stack([c.accepted[a] for a in arms], axis=-1) for c in conversations]
+    censored = [np.stack([c.censored[a] for a in arms], axis=-1) for c in conversations]
+    return RouterBatch(
+        features=torch.cat([c.features for c in conversations]),
+        accepted=torch.from_numpy(np.concatenate(accepted)).long(),
+        censored=torch.from_numpy(np.concatenate(censored)).bool(),
+    )
+
+
+class RouterBatches(IterableDataset):
+    """Batches of steps start_step .. num_steps - 1, each a function of (seed, step)."""
+
+    def __init__(
+        self, data: RouterBatch, *, batch_size: int, seed: int, start_step: int, num_steps: int
+    ) -> None:
+        self._data = data
+        self._batch_size = min(batch_size, len(data))
+        self._seed = seed
+        self._start_step, self._num_steps = start_step, num_steps
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[RouterBatch]:
+        per_epoch = len(self._data) // self._batch_size
+        for step in range(self._start_step, self._num_steps):
+            epoch, index = divmod(step, per_epoch)
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._data))
+            yield self._data.take(order[index * self._batch_size : (index + 1) * self._batch_size])

@@ -1,0 +1,85 @@
+"""Starting a drafter from its target: last layers, final norm, output rows, highest tap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.nets.diffusion import DiffusionDrafter
+from whiflash_infer.target import Target
+
+_NOISE = 0.01  # of fc's entries for all taps but the highest, so that they are not dead at first
+
+
+@torch.no_grad()
+def start_ar(net: ARDrafter, target: Target) -> None:
+    """Copy the target's last layer; attention reads the hidden half, the embedding half starts 0.
+
+    The head always starts from the target's rows; `start_head` does that alone.
+    """
+    source = target.layer(target.num_layers - 1)
+    layer, hidden = net.midlayer, net.config.shape.hidden_size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(layer.self_attn, name).weight
+        weight[:, :hidden] *= 0.1
+        weight[:, hidden:] = _weight(source, f"self_attn.{name}")
+    _copy(layer.self_attn.o_proj, source, "self_attn.o_proj")
+    _copy_mlp(layer.mlp, source)
+    layer.hidden_norm.weight.copy_(_weight(source, "input_layernorm"))
+    layer.post_attention_layernorm.weight.copy_(_post_attention_norm(source))
+    net.norm.weight.copy_(_norm_weight(target.final_norm))
+    _start_fc(net.fc, hidden)
+
+
+@torch.no_grad()
+def start_head(net: ARDrafter, target: Target, *, trainable: bool) -> None:
+    net.lm_head.weight.copy_(target.tables.head[net.vocabulary()])
+    net.lm_head.requires_grad_(trainable)
+
+
+@torch.no_grad()
+def start_diffusion(net: DiffusionDrafter, target: Target) -> None:
+    """Copy the target's last layers, one each; the per-head norms start at the rows' usual size."""
+    first = target.num_layers - len(net.layers)
+    for index, layer in enumerate(net.layers):
+        source = target.layer(first + index)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            _copy(getattr(layer.self_attn, name), source, f"self_attn.{name}")
+        _copy_mlp(layer.mlp, source)
+        layer.input_layernorm.weight.copy_(_weight(source, "input_layernorm"))
+        layer.post_attention_layernorm.weight.copy_(_post_attention_norm(source))
+    net.norm.weight.copy_(_norm_weight(target.final_norm))
+    _start_fc(net.fc, net.config.shape.hidden_size)
+
+
+def _start_fc(fc: nn.Linear, hidden: int) -> None:
+    fc.weight.mul_(_NOISE)
+    fc.weight[:, -hidden:] += torch.eye(hidden)
+
+
+def _copy(linear: nn.Module, source: nn.Module, name: str) -> None:
+    linear.weight.copy_(_weight(source, name))  # pyright: ignore
+
+
+def _copy_mlp(mlp: nn.Module, source: nn.Module) -> None:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy(getattr(mlp, name), source, f"mlp.{name}")
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    found = module.get_submodule(name)
+    return _norm_weight(found) if name.endswith("layernorm") else found.weight  # pyright: ignore
+
+
+def _norm_weight(norm: nn.Module) -> Tensor:
+    """The factor a norm multiplies with; Gemma stores it less one."""
+    offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0
+    return norm.weight.float() + offset  # pyright: ignore
+
+
+def _post_attention_norm(source: nn.Module) -> Tensor:
+    """The norm before the MLP, which Gemma calls otherwise."""
+    children = dict(source.named_children())
+    gemma = "pre_feedforward_layernorm"
+    return _weight(source, gemma if gemma in children else "post_attention_layernorm")
