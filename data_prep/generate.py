@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from whiflash_infer.artifacts import json_hash, new_artifact
+from whiflash_infer.batch import answer_batch
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target
 from whiflash_train.conversations import ROW_FEATURES
@@ -128,44 +128,17 @@ def answer_all(
         started, produced = time.perf_counter(), 0
         for start in range(0, len(open_jobs), settings.batch_size):
             batch = open_jobs[start : start + settings.batch_size]
-            outputs = answer_batch([j.ids for j in batch], target, settings, seed + start)
+            outputs = answer_batch(
+                target,
+                [j.ids for j in batch],
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                seed=seed + start,
+            )
             produced += sum(len(o) for o in outputs)
             yield from zip(batch, outputs, strict=True)
             rate = produced / (time.perf_counter() - started)
             progress.update(bar, advance=len(batch), rate=rate)
-
-
-@torch.inference_mode()
-def answer_batch(
-    prompts: list[list[int]], target: Target, settings: DictConfig, seed: int
-) -> list[list[int]]:
-    """One batch through Hugging Face `generate`; each answer ends with its stop token, if any."""
-    pad = target.tokenizer.pad_token_id or 0
-    width = max(len(ids) for ids in prompts)
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
-    lengths = torch.tensor([len(p) for p in prompts], device=target.device)
-    mask = torch.arange(width, device=target.device) >= (width - lengths)[:, None]
-    sampling = {"do_sample": False}
-    if settings.temperature > 0:
-        torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
-    stops = sorted(target.stop_ids)
-    output = target.model.generate(  # pyright: ignore
-        ids,
-        attention_mask=mask.long(),
-        max_new_tokens=settings.max_new_tokens,
-        eos_token_id=stops,
-        pad_token_id=pad,
-        **sampling,
-    )
-    return [cut_after_stop(row, target.stop_ids) for row in output[:, width:].tolist()]
-
-
-def cut_after_stop(ids: list[int], stops: frozenset[int]) -> list[int]:
-    for index, token in enumerate(ids):
-        if token in stops:
-            return ids[: index + 1]
-    return ids
 
 
 def write(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class KVStore:
-    """Keys and values of one layer for one sequence; doubles when it is full."""
+    """Keys and values of one layer; doubles when it is full."""
 
     def __init__(self, capacity: int) -> None:
         self.length = 0
@@ -19,8 +19,8 @@ class KVStore:
         self._values: Tensor | None = None
 
     def append(
-        self, keys: Float[Tensor, "1 H N d"], values: Float[Tensor, "1 H N d"]
-    ) -> tuple[Float[Tensor, "1 H T d"], Float[Tensor, "1 H T d"]]:
+        self, keys: Float[Tensor, "B H N d"], values: Float[Tensor, "B H N d"]
+    ) -> tuple[Float[Tensor, "B H T d"], Float[Tensor, "B H T d"]]:
         """Write N entries behind the present length; return views of everything up to them."""
         end = self.length + keys.shape[2]
         if self._keys is None or self._values is None or end > self._keys.shape[2]:
@@ -32,7 +32,7 @@ class KVStore:
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def view(self) -> tuple[Float[Tensor, "1 H T d"], Float[Tensor, "1 H T d"]]:
+    def view(self) -> tuple[Float[Tensor, "B H T d"], Float[Tensor, "B H T d"]]:
         """Everything up to the present length, without a copy."""
         assert self._keys is not None
         assert self._values is not None
@@ -42,6 +42,11 @@ class KVStore:
         if length > self.length:
             raise ValueError(f"cannot roll back to {length}: only {self.length} entries exist")
         self.length = length
+
+    def select(self, rows: Int[Tensor, " N"]) -> None:
+        """Keep these rows of a batch."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
 
     def _grow(self, keys: Tensor, values: Tensor, end: int) -> None:
         while self._capacity < end:
@@ -92,7 +97,7 @@ class _StoreLayer(CacheLayerMixin):
 
 
 class TargetCache(Cache):
-    """The target's key/value cache for one sequence, with rollback by length."""
+    """The target's key/value cache with rollback by length."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self._stores = [_StoreLayer(capacity) for _ in range(num_layers)]
@@ -105,3 +110,7 @@ class TargetCache(Cache):
     def truncate(self, length: int) -> None:
         for layer in self._stores:
             layer.store.truncate(length)
+
+    def select(self, rows: Int[Tensor, " N"]) -> None:
+        for layer in self._stores:
+            layer.store.select(rows)

@@ -63,6 +63,7 @@ class RoutedDecoder:
         result.stopped = int(first) in stops
         result.prefill_seconds = time.perf_counter() - started
 
+        started = time.perf_counter()
         limit = len(prompt_ids) + max_new_tokens
         last_arm = None
         while not result.stopped and sequence.length < limit:
@@ -71,6 +72,7 @@ class RoutedDecoder:
             )
             result.rounds.append(done)
             last_arm = done.arm
+        result.decode_seconds = time.perf_counter() - started
         result.output_ids = sequence.ids[len(prompt_ids) : sequence.length].clone()
         return result
 

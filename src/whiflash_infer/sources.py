@@ -18,7 +18,6 @@ from transformers import (
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from whiflash_infer.errors import UserError
 
@@ -65,7 +64,6 @@ class PackagedGGUF:
 
     def _convert(self, folder: Path) -> None:
         gguf = self._locate()
-        logging.disable_progress_bar()
         options = {"gguf_file": gguf.name}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
@@ -78,7 +76,6 @@ class PackagedGGUF:
         model.generation_config = loaded.generation_config
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        logging.enable_progress_bar()
 
     def _locate(self) -> Path:
         spec = find_spec(self.package)

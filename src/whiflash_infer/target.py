@@ -193,6 +193,24 @@ class Target:
         output = self.model(ids[None], use_cache=True, **options)
         return TargetRows(output.logits[0], self._captured["head"][0], self._taps()[0])
 
+    def read_batch(
+        self,
+        ids: Int[Tensor, "B Q"],
+        mask: Bool[Tensor, "B T"],
+        positions: Int[Tensor, "B Q"],
+        cache: TargetCache,
+    ) -> Float[Tensor, "B V"]:
+        """Read Q tokens of B left-padded rows; logits of the last. `mask` covers the cache too."""
+        output = self.model(
+            ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        )
+        return output.logits[:, -1]
+
     def teach(self, ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> TeacherRows:
         """Taps and final hidden states of right-padded sequences, without the head."""
         output = self._decoder(ids, attention_mask=mask.long(), use_cache=False)

@@ -100,17 +100,17 @@ class Round:
 
 @dataclass(slots=True)
 class Generation:
-    """One answered prompt. `output_ids` includes the stop token when one was produced."""
+    """One answered prompt. `output_ids` includes the stop token when one was produced.
+
+    decode_seconds is the wall time of all rounds, with what lies between their phases.
+    """
 
     prompt_length: int
     output_ids: Int[Tensor, " T"]
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     stopped: bool = False
-
-    @property
-    def decode_seconds(self) -> float:
-        return sum(r.total_seconds for r in self.rounds)
 
     @property
     def decoded_tokens(self) -> int:

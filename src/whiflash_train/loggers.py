@@ -50,3 +50,22 @@ def _has_wandb_key() -> bool:
         return netrc.netrc().authenticators("api.wandb.ai") is not None
     except (FileNotFoundError, netrc.NetrcParseError):
         return False
+
+
+def log_evaluation(settings: Any, folder: str, metrics: dict[str, Any]) -> None:
+    """Send an evaluation to W&B when `logger=wandb`: numbers by policy, and the files."""
+    if settings.get("_target_", "").endswith("wandb_logger"):
+        options = {k: v for k, v in settings.items() if k != "_target_"}
+        logger = wandb_logger(output_dir=folder, **options)
+        assert isinstance(logger, WandbLogger)
+        scalars = {
+            f"eval/{policy}/{key}": value
+            for policy, report in metrics["policies"].items()
+            for key, value in report["overall"].items()
+            if isinstance(value, int | float)
+        }
+        logger.experiment.config.update(metrics["header"])
+        logger.experiment.log(scalars)
+        for name in ("report.html", "metrics.json"):
+            logger.experiment.save(str(Path(folder) / name), base_path=folder)
+        logger.experiment.finish()

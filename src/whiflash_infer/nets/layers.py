@@ -84,10 +84,12 @@ def attend_cached(
     values: Float[Tensor, "1 G T d"],
 ) -> Float[Tensor, "Q H*d"]:
     """Every query sees every key: decoding, where the cache holds exactly what may be seen."""
-    attended = F.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None], keys, values, enable_gqa=True
-    )
-    return attended[0].transpose(0, 1).flatten(1)
+    # Heads that share keys become rows of one query block, so that each key is read once; SDPA's
+    # own grouped mode reads them several times on a CPU.
+    num_rows = len(queries)
+    folded = queries.transpose(0, 1).unflatten(0, (keys.shape[1], -1)).flatten(1, 2)
+    attended = F.scaled_dot_product_attention(folded[None], keys, values)
+    return attended[0].unflatten(1, (-1, num_rows)).flatten(0, 1).transpose(0, 1).flatten(1)
 
 
 def attend_shared_and_own(

@@ -1,0 +1,23 @@
+"""Measure a router: `python evaluate.py checkpoint=artifacts/smollm2_135m/router`."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from whiflash_infer.errors import UserError
+from whiflash_train import evaluation
+from whiflash_train.entry import entry_point
+
+ROOT = Path(__file__).parent
+CHECKS = {None: evaluation.evaluate, "lossless": evaluation.check_lossless}
+
+
+@entry_point("evaluate", root=ROOT)
+def main(cfg: DictConfig) -> None:
+    if cfg.check not in CHECKS:
+        raise UserError(f"check is {cfg.check!r}: it must be null or lossless")
+    CHECKS[cfg.check](cfg, prompts=ROOT / "data_prep" / "prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""`evaluate.py`: the full table of policies, and the lossless check."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from whiflash_infer.artifacts import json_hash, package_versions, require_match, write_json
+from whiflash_infer.benchmark import Protocol, Question, run_policies
+from whiflash_infer.costs import DeviceIdentity
+from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.engine import RoutedDecoder, decode_rounds
+from whiflash_infer.errors import UserError
+from whiflash_infer.metrics import Answer, by_policy, summarise
+from whiflash_infer.policies import Policy
+from whiflash_infer.report import write_report
+from whiflash_infer.router import Router, load_router
+from whiflash_infer.target import Target
+from whiflash_infer.types import PLAIN
+from whiflash_train.drafters import load_runners
+from whiflash_train.loggers import log_evaluation
+from whiflash_train.prompts import Tally, read_prompts, take_evenly
+from whiflash_train.runner import artifact_paths, load_target
+
+console = Console()
+MADE_BY = "python train.py task=router"
+
+
+def evaluate(cfg: DictConfig, *, prompts: Path) -> None:
+    """Measure all policies and write metrics.json, rounds.parquet and report.html."""
+    target, runners, router = load_all(cfg)
+    questions, prompt_hash = load_questions(cfg, target, prompts, cfg.evaluate.limit)
+    policies = chosen_policies(router, list(cfg.evaluate.policies), cfg.seed)
+    protocol = Protocol(
+        max_new_tokens=cfg.evaluate.max_new_tokens,
+        temperature=cfg.evaluate.temperature,
+        seed=cfg.seed,
+        warmup_prompts=cfg.evaluate.warmup_prompts,
+    )
+    answers = answer_with_progress(target, runners, policies, questions, protocol)
+    metrics = {
+        "header": header(cfg, target, len(questions), prompt_hash),
+        "policies": summarise(answers, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed),
+    }
+    folder = Path(cfg.paths.evaluation)
+    write_outputs(folder, metrics, answers, questions, target)
+    log_evaluation(cfg.logger, str(folder), metrics)
+    show(metrics)
+    if cfg.evaluate.note:
+        console.print(cfg.evaluate.note)
+    console.print(f"[bold]evaluation[/bold] written to {folder}", soft_wrap=True)
+
+
+def check_lossless(cfg: DictConfig, *, prompts: Path) -> None:
+    """Token identity with plain greedy decoding, for every arm, policy and random switching.
+
+    Raises: UserError (a failing exit status) at any difference.
+    """
+    if cfg.dtype != "float32":
+        raise UserError(
+            f"check=lossless is exact only in float32, and dtype is {cfg.dtype}: add dtype=float32"
+        )
+    target, runners, router = load_all(cfg, allow_foreign=True)
+    questions, _ = load_questions(cfg, target, prompts, cfg.evaluate.lossless_prompts)
+    names = [*cfg.evaluate.policies, "random"]
+    table = Table(title=f"lossless check: {target.name}, float32, greedy, {len(questions)} prompts")
+    for title in ("policy", "identical", "rounds", "switches", "first difference"):
+        table.add_column(title)
+    length = cfg.evaluate.lossless_max_new_tokens
+    decoder = RoutedDecoder(target, runners, router.policy(PLAIN))
+    with console.status("plain decoding"):
+        plain = [decoder.generate(q.ids, max_new_tokens=length) for q in questions]
+    failures = 0
+    for name in [n for n in names if n != PLAIN]:
+        decoder.policy = router.policy(name, seed=cfg.seed)
+        same, rounds, switches, first = 0, 0, 0, ""
+        for question, reference in zip(questions, plain, strict=True):
+            with console.status(f"{name}: {question.id}"):
+                result = decoder.generate(question.ids, max_new_tokens=length)
+            rounds += len(result.rounds)
+            switches += sum(r.switched for r in result.rounds)
+            place = first_difference(reference.output_ids.tolist(), result.output_ids.tolist())
+            same += place is None
+            if place is not None and not first:
+                first = f"{question.id}, token {place}"
+        failures += len(questions) - same
+        table.add_row(name, f"{same}/{len(questions)}", str(rounds), str(switches), first)
+    console.print(table)
+    if failures:
+        raise UserError(f"{failures} answers differ from plain greedy decoding")
+
+
+def first_difference(expected: list[int], found: list[int]) -> int | None:
+    for index, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return index
+    return None if len(expected) == len(found) else min(len(expected), len(found))
+
+
+def load_all(
+    cfg: DictConfig, *, allow_foreign: bool = False
+) -> tuple[Target, dict[str, DraftRunner], Router]:
+    """Target, drafters and router, each refused when it was not made for the others."""
+    target = load_target(cfg)
+    runners, lineage = load_runners(artifact_paths(cfg), target)
+    path = Path(cfg.checkpoint)
+    router = load_router(
+        path,
+        here=DeviceIdentity.here(target.device, target.dtype),
+        target=target.name,
+        allow_foreign=allow_foreign or cfg.costs.allow_foreign,
+    )
+    require_match(
+        path, router.manifest["target"], target.identity().required(), made_by=MADE_BY
+    )
+    found = {f"{arm} drafter": facts for arm, facts in router.manifest["drafters"].items()}
+    wanted = {f"{arm} drafter": facts for arm, facts in lineage.items()}
+    require_match(
+        path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}"
+    )
+    return target, runners, router
+
+
+def load_questions(
+    cfg: DictConfig, target: Target, prompts: Path, limit: int | None
+) -> tuple[list[Question], str]:
+    """The evaluation prompts, rendered, and a hash of the set."""
+    tally = Tally()
+    rows = read_prompts(cfg.evaluate.source, builtin=prompts, split="evaluation", tally=tally)
+    rows = take_evenly(rows, limit)
+    questions = [Question(p.id, p.category, target.render_prompt(p.messages)) for p in rows]
+    if tally.dropped:
+        console.print(f"prompts: {tally}")
+    return questions, json_hash([[q.id, q.ids] for q in questions])
+
+
+def chosen_policies(router: Router, names: list[str], seed: int) -> list[Policy]:
+    if PLAIN not in names:
+        raise UserError("evaluate.policies must hold `plain`: every speed-up is against it")
+    return [router.policy(name, seed=seed) for name in names]
+
+
+def answer_with_progress(
+    target: Target,
+    runners: dict[str, DraftRunner],
+    policies: list[Policy],
+    questions: list[Question],
+    protocol: Protocol,
+) -> list[Answer]:
+    columns = (
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    answers: list[Answer] = []
+    started = time.perf_counter()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("answering", total=len(policies) * len(questions), rate=0.0)
+        for answer in run_policies(target, runners, policies, questions, protocol):
+            answers.append(answer)
+            tokens = sum(len(a.generation.output_ids) for a in answers)
+            rate = tokens / (time.perf_counter() - started)
+            progress.update(bar, advance=1, rate=rate)
+    return answers
+
+
+def header(cfg: DictConfig, target: Target, num_prompts: int, prompt_hash: str) -> dict[str, Any]:
+    """Conditions and conventions, without which the numbers mean nothing."""
+    device = DeviceIdentity.here(target.device, target.dtype)
+    return {
+        "target": target.name,
+        "weights": target.identity().weights,
+        "chat_template": target.identity().chat_template,
+        "device": device.device,
+        "threads": device.threads,
+        "dtype": device.dtype,
+        "temperature": cfg.evaluate.temperature,
+        "max_new_tokens": cfg.evaluate.max_new_tokens,
+        "seed": cfg.seed,
+        "batch": 1,
+        "prompts": num_prompts,
+        "prompt_set": prompt_hash,
+        "bonus_token": "counted",
+        "speedup_baseline": "plain arm of the same engine",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"torch_build": torch.__version__, **package_versions()},
+    }
+
+
+def write_outputs(
+    folder: Path,
+    metrics: dict[str, Any],
+    answers: list[Answer],
+    questions: list[Question],
+    target: Target,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "metrics.json", metrics)
+    pq.write_table(rounds_table(answers), folder / "rounds.parquet")
+    write_report(folder / "report.html", metrics, viewer_rows(answers, questions, target))
+
+
+def rounds_table(answers: list[Answer]) -> pa.Table:
+    """One row a round, with its phases in seconds."""
+    rows = [
+        {
+            "policy": a.policy,
+            "prompt_id": a.prompt_id,
+            "category": a.category,
+            "round": index,
+            "position": r.position,
+            "arm": r.arm,
+            "num_draft": r.num_draft,
+            "accepted": r.accepted,
+            "committed": r.committed,
+            "lag": r.lag,
+            "switched": r.switched,
+            "reason": r.reason,
+            **{f"{phase}_s": seconds for phase, seconds in r.seconds.items()},
+        }
+        for a in answers
+        for index, r in enumerate(a.rounds)
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def viewer_rows(
+    answers: list[Answer], questions: list[Question], target: Target
+) -> list[dict[str, Any]]:
+    """The text of every round of every answer, for the report's round viewer."""
+    decode = target.tokenizer.decode
+    texts = {q.id: (q.category, decode(q.ids)) for q in questions}
+    rows = {
+        id_: {"prompt_id": id_, "category": category, "prompt": prompt, "policies": {}}
+        for id_, (category, prompt) in texts.items()
+    }
+    for policy, mine in by_policy(answers).items():
+        for answer in mine:
+            rows[answer.prompt_id]["policies"][policy] = _viewer_rounds(answer, decode)
+    return list(rows.values())
+
+
+def _viewer_rounds(answer: Answer, decode: Any) -> list[dict[str, Any]]:
+    generation = answer.generation
+    first = len(generation.output_ids) - generation.decoded_tokens
+    entries: list[dict[str, Any]] = [
+        {
+            "text": decode(generation.output_ids[:first].tolist()),
+            "arm": "prompt",
+            "drafted": 0,
+            "accepted": 0,
+            "committed": first,
+            "lag": 0,
+            "reason": "",
+            "ms": 1e3 * generation.prefill_seconds,
+            "context": generation.prompt_length,
+        }
+    ]
+    for done, ids in decode_rounds(generation):
+        entries.append(
+            {
+                "text": decode(ids.tolist()),
+                "arm": done.arm,
+                "drafted": done.num_draft,
+                "accepted": done.accepted,
+                "committed": done.committed,
+                "lag": done.lag,
+                "reason": done.reason,
+                "ms": 1e3 * done.total_seconds,
+                "context": done.position,
+            }
+        )
+    return entries
+
+
+def show(metrics: dict[str, Any]) -> None:
+    """The table on screen: overall, then by category; and what looks wrong."""
+    facts = metrics["header"]
+    title = (
+        f"{facts['target']}, {facts['dtype']}, {facts['device']}, {facts['threads']} threads, "
+        f"{facts['prompts']} prompts, temperature {facts['temperature']:g}"
+    )
+    table = Table(title=title)
+    table.add_column("policy")
+    for name in ("tokens/s", "speed-up", "95 % interval", "tau", "arms", "switches", "identical"):
+        table.add_column(name, justify="right", no_wrap=True)
+    policies = metrics["policies"]
+    for policy, report in policies.items():
+        table.add_row(policy, *_cells(report["overall"]))
+    for category in next(iter(policies.values()))["by_category"]:
+        table.add_section()
+        table.add_row(f"[bold]{category}[/bold]")
+        for policy, report in policies.items():
+            table.add_row(f"  {policy}", *_cells(report["by_category"][category]))
+    wide = Console(width=max(console.width, 110))
+    wide.print(table)
+    _show_time_split(policies, wide)
+    _show_verdict(policies)
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    low, high = one["speedup_ci"]
+    arms = " ".join(f"{arm} {share:.0%}" for arm, share in one["arm_ratio"].items())
+    return [
+        f"{one['tokens_per_s']:.1f}",
+        f"{one['speedup']:.2f}x",
+        f"{low:.2f} - {high:.2f}",
+        f"{one['tau']:.2f}",
+        arms,
+        f"{one['switches_per_100_rounds']:.0f}/100",
+        f"{one['identical']:.0%}",
+    ]
+
+
+def _show_time_split(policies: dict[str, Any], wide: Console) -> None:
+    table = Table(title="share of decode time")
+    table.add_column("policy")
+    phases = list(next(iter(policies.values()))["overall"]["time_split"])
+    for phase in phases:
+        table.add_column(phase.replace("_", "-"), justify="right")
+    table.add_column("round p50 ms", justify="right")
+    table.add_column("p95 ms", justify="right")
+    for policy, report in policies.items():
+        split, latency = report["overall"]["time_split"], report["overall"]["round_ms"]
+        shares = [f"{split[phase]:.1%}" for phase in phases]
+        table.add_row(policy, *shares, f"{latency['p50']:.1f}", f"{latency['p95']:.1f}")
+    wide.print(table)
+
+
+def _show_verdict(policies: dict[str, Any]) -> None:
+    overall = {name: report["overall"] for name, report in policies.items()}
+    drafting = {n: c for n, c in overall.items() if n.startswith("static_")}
+    if drafting:
+        best = max(drafting, key=lambda n: drafting[n]["tokens_per_s"])
+        speedup = drafting[best]["speedup"]
+        verb = "beats" if speedup > 1 else "does not beat"
+        console.print(f"{best} {verb} plain decoding: {speedup:.2f}x")
+    for name, one in drafting.items():
+        if one["tau"] < 1.1:
+            console.print(
+                f"{name}: tau {one['tau']:.2f} is that of a nearly untrained drafter. Check the "
+                "chat template, tap layers, draft vocabulary, rope settings, dtype, training steps"
+            )

@@ -1,0 +1,133 @@
+"""Small stand-ins that many tests share, and the published layers written out as plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
+from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
+from whiflash_infer.nets.shape import DrafterShape
+from whiflash_infer.sequence import Sequence
+from whiflash_infer.sources import RandomTiny
+from whiflash_infer.target import Target
+
+Net = TypeVar("Net", bound=nn.Module)
+TAPS = (1, 3, 4)
+MASK_ID = 3
+# Head width times heads differs from the hidden size, as in Qwen3-4B, and so does the target's.
+ODD_SHAPE = DrafterShape(
+    hidden_size=20,
+    intermediate_size=28,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    vocab_size=40,
+    max_position_embeddings=256,
+    target_hidden_size=14,
+    rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+)
+
+
+def tiny_target(folder: str) -> Target:
+    source = RandomTiny(cache_dir=folder, seed=0, hidden_size=64, num_layers=8)
+    return Target.from_pretrained(
+        source.resolve(), name="tiny", tap_layer_ids=TAPS, dtype="float32"
+    )
+
+
+def tiny_ar(shape: DrafterShape, *, seed: int = 0, used: Tensor | None = None) -> ARDrafter:
+    """used: the draft vocabulary; every third token and one more when None."""
+    used = torch.arange(1, shape.vocab_size, 3) if used is None else used
+    net = ARDrafter(ARDrafterConfig(shape=shape, draft_vocab_size=len(used), tap_layer_ids=TAPS))
+    net.set_vocabulary(used)
+    return randomise(net, seed)
+
+
+def tiny_diffusion(
+    shape: DrafterShape, *, seed: int = 0, num_layers: int = 2, block_size: int = 5
+) -> DiffusionDrafter:
+    config = DiffusionDrafterConfig(
+        shape=shape,
+        num_layers=num_layers,
+        block_size=block_size,
+        mask_token_id=MASK_ID,
+        num_target_layers=8,
+        tap_layer_ids=TAPS,
+    )
+    return randomise(DiffusionDrafter(config), seed)
+
+
+def randomise(net: Net, seed: int) -> Net:
+    """Weights of a size at which every part matters, norms included."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scaled = 1.0 + 0.4 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5
+        parameter.data.copy_(scaled)
+    return net.requires_grad_(False)
+
+
+def random_rows(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_ids(length: int, *, seed: int) -> Tensor:
+    """A text of the tiny target's byte tokens."""
+    return torch.randint(5, 261, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def prefilled(target: Target, ids: Tensor, *, capacity: int = 96) -> Sequence:
+    """All of `ids` committed, all but the last read."""
+    sequence = Sequence(ids[:-1], target.new_cache(capacity), capacity=capacity)
+    rows = target.read(ids[:-1], sequence.cache, last_only=True)
+    sequence.commit(ids[-1:], rows, num_read=len(ids) - 1)
+    return sequence
+
+
+@torch.no_grad()
+def play_round(
+    target: Target, sequence: Sequence, drafts: Tensor, *, accepted: int, bonus: int
+) -> None:
+    """A verification of `drafts`, of which the first `accepted` and then `bonus` are committed."""
+    block = torch.cat([sequence.ids[sequence.anchor : sequence.length], drafts])
+    rows = target.read(block, sequence.cache, last_only=False)
+    tokens = torch.cat([drafts[:accepted], torch.tensor([bonus])])
+    sequence.commit(tokens, rows, num_read=len(tokens))
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def plain_rope(heads: Tensor, position: int, theta: float) -> Tensor:
+    """Channel c turns with channel c + d/2 by the angle position * theta ** (-2c / d)."""
+    width = heads.shape[-1]
+    channels = torch.arange(width // 2, dtype=heads.dtype)
+    angle = position * theta ** (-2.0 * channels / width)
+    left, right = heads[:, : width // 2], heads[:, width // 2 :]
+    turned = [left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()]
+    return torch.cat(turned, dim=-1)
+
+
+def plain_attention(query: Tensor, keys: Several[Tensor], values: Several[Tensor]) -> Tensor:
+    """One query row [H, d] against lists of rows [G, d]; H / G query heads share a key head."""
+    shared = query.shape[0] // keys[0].shape[0]
+    outputs = []
+    for head, q in enumerate(query):
+        scores = torch.stack([q @ key[head // shared] for key in keys]) / q.shape[0] ** 0.5
+        weights = scores.softmax(0)
+        outputs.append(sum(w * v[head // shared] for w, v in zip(weights, values, strict=True)))
+    return torch.cat(outputs)  # pyright: ignore
+
+
+def plain_mlp(x: Tensor, weights: dict[str, Tensor], prefix: str) -> Tensor:
+    gate = weights[f"{prefix}.gate_proj.weight"] @ x
+    up = weights[f"{prefix}.up_proj.weight"] @ x
+    return weights[f"{prefix}.down_proj.weight"] @ (gate / (1.0 + (-gate).exp()) * up)

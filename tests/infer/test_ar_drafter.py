@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes import (
+    ODD_SHAPE,
+    plain_attention,
+    plain_mlp,
+    plain_norm,
+    plain_rope,
+    random_rows,
+    tiny_ar,
+)
+from whiflash_infer.cache import KVStore
+from whiflash_infer.nets.ar import ARDrafter
+
+LENGTH, STEPS, ANCHOR = 14, 4, 6
+WIDTH = 3 * ODD_SHAPE.target_hidden_size
+
+
+def unrolled(
+    net: ARDrafter, embeds: Tensor, taps: Tensor, anchors: list[int], steps: int = STEPS
+) -> Tensor:
+    """[step, anchor, channel] for one sequence."""
+    outputs = net.unroll(embeds[None], taps[None], torch.tensor([anchors]), num_steps=steps)
+    return torch.stack([hidden[0] for hidden in outputs])
+
+
+def cached(net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int) -> Tensor:
+    """The decoder's way: catch up on rows 0..anchor-1, then one row a step behind the cache."""
+    store = KVStore(2)
+    hidden = net.fuse(taps[:anchor])
+    joined, keys, values = net.entry(embeds[1 : anchor + 1], hidden, torch.arange(anchor))
+    store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    joined, hidden, outputs = joined[-1:], hidden[-1:], []
+    for step in range(steps):
+        position = torch.tensor([anchor - 1 + step])
+        if step > 0:
+            token = embeds[anchor + step : anchor + step + 1]
+            joined, keys, values = net.entry(token, hidden, position)
+            store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+        hidden = net.step_cached(joined, hidden, position, *store.view())
+        outputs.append(hidden[0])
+    return torch.stack(outputs)
+
+
+def eagle3_in_plain_loops(
+    net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int
+) -> Tensor:
+    weights = dict(net.named_parameters())
+    shape, attention = net.config.shape, "midlayer.self_attn"
+    eps, theta = shape.rms_norm_eps, shape.rope_parameters["rope_theta"]
+
+    def project(embed: Tensor, hidden: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        left = plain_norm(embed, weights["midlayer.input_layernorm.weight"], eps)
+        right = plain_norm(hidden, weights["midlayer.hidden_norm.weight"], eps)
+        joined = torch.cat([left, right])
+        q, k, v = (
+            (weights[f"{attention}.{name}.weight"] @ joined).reshape(-1, shape.head_dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        return plain_rope(q, position, theta), plain_rope(k, position, theta), v
+
+    first_row = anchor - 1
+    fused = [weights["fc.weight"] @ taps[row] for row in range(anchor)]
+    rows = [project(embeds[row + 1], fused[row], row) for row in range(anchor)]
+    hidden, outputs = fused[first_row], []
+    for step in range(steps):
+        if step > 0:
+            rows.append(project(embeds[anchor + step], hidden, first_row + step))
+        query = rows[-1][0]
+        attended = plain_attention(query, [k for _, k, _ in rows], [v for _, _, v in rows])
+        residual = hidden + weights[f"{attention}.o_proj.weight"] @ attended
+        normed = plain_norm(residual, weights["midlayer.post_attention_layernorm.weight"], eps)
+        hidden = residual + plain_mlp(normed, weights, "midlayer.mlp")
+        outputs.append(hidden)
+    return torch.stack(outputs)
+
+
+def inputs(seed: int) -> tuple[ARDrafter, Tensor, Tensor]:
+    embeds = random_rows(LENGTH, ODD_SHAPE.hidden_size, seed=seed)
+    return tiny_ar(ODD_SHAPE, seed=seed), embeds, random_rows(LENGTH, WIDTH, seed=seed + 100)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_training_unroll_equals_cached_decoding_of_the_same_tokens(seed: int) -> None:
+    net, embeds, taps = inputs(seed)
+    last = LENGTH - STEPS
+    anchors = [1, *torch.randperm(last, generator=torch.Generator().manual_seed(seed))[:4] + 1]
+    outputs = unrolled(net, embeds, taps, [int(a) for a in anchors])
+    for column, anchor in enumerate(anchors):
+        expected = cached(net, embeds, taps, int(anchor), STEPS)
+        torch.testing.assert_close(outputs[:, column], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("anchor", [1, 2, 7, LENGTH - STEPS])
+def test_the_unroll_equals_the_eagle3_layer_written_as_plain_loops(anchor: int) -> None:
+    net, embeds, taps = inputs(3)
+    expected = eagle3_in_plain_loops(net, embeds, taps, anchor, STEPS)
+    outputs = unrolled(net, embeds, taps, [3, anchor])[:, 1]
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_are_the_head_on_the_normed_output() -> None:
+    net, embeds, _ = inputs(4)
+    normed = plain_norm(embeds, net.norm.weight, ODD_SHAPE.rms_norm_eps)
+    torch.testing.assert_close(net.logits(embeds), normed @ net.lm_head.weight.T)
+
+
+def test_a_step_ignores_tokens_after_the_one_it_is_fed() -> None:
+    net, embeds, taps = inputs(5)
+    before = unrolled(net, embeds, taps, [ANCHOR])
+    for step in range(STEPS):
+        later = embeds.clone()
+        later[ANCHOR + step + 1 :] += 1.0
+        after = unrolled(net, later, taps, [ANCHOR])
+        assert torch.equal(after[: step + 1], before[: step + 1])
+
+
+def test_the_token_fed_at_a_step_changes_that_step_and_all_after_it_only() -> None:
+    net, embeds, taps = inputs(6)
+    before = unrolled(net, embeds, taps, [ANCHOR])
+    for step in range(STEPS):
+        other = embeds.clone()
+        other[ANCHOR + step] += 1.0
+        changed = (unrolled(net, other, taps, [ANCHOR]) - before).abs().amax((1, 2)) > 1e-3
+        assert changed.tolist() == [k >= step for k in range(STEPS)]
+
+
+def test_features_from_the_anchor_on_change_nothing() -> None:
+    net, embeds, taps = inputs(7)
+    later = taps.clone()
+    later[ANCHOR:] += 1.0
+    assert torch.equal(
+        unrolled(net, embeds, later, [ANCHOR]), unrolled(net, embeds, taps, [ANCHOR])
+    )
+
+
+@pytest.mark.parametrize("row", range(ANCHOR))
+def test_every_earlier_feature_and_the_token_after_it_change_every_step(row: int) -> None:
+    net, embeds, taps = inputs(8)
+    before = unrolled(net, embeds, taps, [ANCHOR])
+    other_taps, other_embeds = taps.clone(), embeds.clone()
+    other_taps[row] += 1.0
+    other_embeds[row + 1] += 1.0
+    for after in (
+        unrolled(net, embeds, other_taps, [ANCHOR]),
+        unrolled(net, other_embeds, taps, [ANCHOR]),
+    ):
+        assert ((after - before).abs().amax((1, 2)) > 1e-4).all()
+
+
+def test_an_anchor_does_not_notice_other_anchors_or_other_rows_of_the_batch() -> None:
+    net, embeds, taps = inputs(9)
+    alone = unrolled(net, embeds, taps, [ANCHOR])[:, 0]
+    both_embeds, both_taps = torch.stack([embeds + 1, embeds]), torch.stack([taps - 1, taps])
+    anchors = torch.tensor([[9, 9, 1, 3], [1, 5, ANCHOR, 7]])
+    together = net.unroll(both_embeds, both_taps, anchors, num_steps=STEPS)
+    packed = torch.stack([hidden[1, 2] for hidden in together])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_three_steps_equal_those_of_the_plain_loops_in_float64() -> None:
+    net, embeds, taps = inputs(10)
+    net = net.double().requires_grad_(True)
+    probe = random_rows(3, 2, net.config.draft_vocab_size, seed=11).double()
+    anchors = [3, ANCHOR]
+
+    def gradients(by_loops: bool) -> dict[str, Tensor]:
+        net.zero_grad()
+        e, t = embeds.double().requires_grad_(), taps.double().requires_grad_()
+        if by_loops:
+            chains = [eagle3_in_plain_loops(net, e, t, anchor, 3) for anchor in anchors]
+            hidden = torch.stack(chains, dim=1)
+        else:
+            hidden = unrolled(net, e, t, anchors, steps=3)
+        normed = plain_norm(hidden, net.norm.weight, ODD_SHAPE.rms_norm_eps)
+        logits = normed @ net.lm_head.weight.T if by_loops else net.logits(hidden)
+        (logits * probe).sum().backward()
+        found = {name: p.grad for name, p in net.named_parameters()} | {"e": e.grad, "t": t.grad}
+        return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+    found, expected = gradients(by_loops=False), gradients(by_loops=True)
+    assert len(found) == len(expected) == len(list(net.parameters())) + 2
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_d2t_is_the_offset_to_the_target_token_and_t2d_marks_the_drafted_ones() -> None:
+    used = torch.tensor([2, 3, 7, 11, 30, 39])
+    net = tiny_ar(ODD_SHAPE, used=used[torch.tensor([4, 0, 5, 2, 1, 3])])
+    assert net.d2t.tolist() == [2, 2, 5, 8, 26, 34]
+    assert [j + int(net.d2t[j]) for j in range(6)] == used.tolist()
+    assert net.vocabulary().tolist() == used.tolist()
+    assert int(net.t2d.sum()) == 6
+    assert torch.arange(ODD_SHAPE.vocab_size)[net.t2d].tolist() == used.tolist()
+
+
+def test_a_later_vocabulary_replaces_the_earlier_one() -> None:
+    net = tiny_ar(ODD_SHAPE, used=torch.tensor([2, 3, 7]))
+    net.set_vocabulary(torch.tensor([1, 4, 8]))
+    assert net.t2d.nonzero().flatten().tolist() == [1, 4, 8]
+
+
+@pytest.mark.parametrize("ids", [[1, 5, 5], [1, 5], [1, 5, 6, 7]])
+def test_a_vocabulary_with_duplicates_or_of_another_size_is_refused(ids: list[int]) -> None:
+    net = tiny_ar(ODD_SHAPE, used=torch.tensor([2, 3, 7]))
+    with pytest.raises(ValueError, match="3 distinct ids"):
+        net.set_vocabulary(torch.tensor(ids))
