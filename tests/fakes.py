@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import TypeVar
 
@@ -127,7 +128,7 @@ def plain_attention(query: Tensor, keys: Several[Tensor], values: Several[Tensor
     return torch.cat(outputs)  # pyright: ignore
 
 
-def plain_mlp(x: Tensor, weights: dict[str, Tensor], prefix: str) -> Tensor:
+def plain_mlp(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
     gate = weights[f"{prefix}.gate_proj.weight"] @ x
     up = weights[f"{prefix}.up_proj.weight"] @ x
     return weights[f"{prefix}.down_proj.weight"] @ (gate / (1.0 + (-gate).exp()) * up)

@@ -75,14 +75,19 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
         _check_choice(folder, group)
     experiments = [g for g in groups if g.key_or_group == "experiment"]
     plain = _compose(folder, config_name, [g for g in groups if g not in experiments])
-    known = _leaf_keys(plain)
+    known = set(_leaves(plain))
     if experiments:
-        _refuse_unknown(_leaf_keys(_compose(folder, config_name, groups)), known, "experiment file")
+        _refuse_unknown(set(_leaves(_compose(folder, config_name, groups))), known, "experiment file")
     _refuse_unknown(
         {o.key_or_group for o in values if not o.is_add() and not o.is_delete()},
         known | _branch_keys(known) | {"hydra"},
         "command line",
     )
+    missing = {key for key, value in _leaves(plain).items() if value == "???"}
+    missing -= {o.key_or_group for o in values}
+    if missing:
+        wanted = " ".join(f"{key}=..." for key in sorted(missing))
+        raise UserError(f"the command line must also give: {wanted}")
 
 
 def _check_choice(folder: Path, override: Override) -> None:
@@ -110,18 +115,19 @@ def _compose(folder: Path, config_name: str, groups: list[Override]) -> DictConf
         return compose(config_name, overrides=[c.replace("=None", "=null") for c in chosen])
 
 
-def _leaf_keys(cfg: DictConfig) -> set[str]:
-    keys: set[str] = set()
+def _leaves(cfg: DictConfig) -> dict[str, Any]:
+    """Every value of the tree by its dotted key, nothing resolved."""
+    leaves: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
         if isinstance(node, dict) and node:
             for key, value in node.items():
                 walk(value, f"{prefix}.{key}" if prefix else str(key))
         else:
-            keys.add(prefix)
+            leaves[prefix] = node
 
     walk(OmegaConf.to_container(cfg, resolve=False), "")
-    return keys
+    return leaves
 
 
 def _branch_keys(leaves: set[str]) -> set[str]:

@@ -48,9 +48,10 @@ def evaluate(cfg: DictConfig, *, prompts: Path) -> None:
         warmup_prompts=cfg.evaluate.warmup_prompts,
     )
     answers = answer_with_progress(target, runners, policies, questions, protocol)
+    report = summarise(answers, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed)
     metrics = {
         "header": header(cfg, target, len(questions), prompt_hash),
-        "policies": summarise(answers, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed),
+        "policies": {name: report[name] for name in cfg.evaluate.policies},
     }
     folder = Path(cfg.paths.evaluation)
     write_outputs(folder, metrics, answers, questions, target)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback
@@ -44,6 +46,18 @@ def load_target(cfg: DictConfig) -> Target:
         )
 
 
+def build_section(cfg: DictConfig, name: str) -> Any:
+    """The object a section describes.
+
+    Raises: UserError naming the section when a value has the wrong type or is out of range.
+    """
+    try:
+        return instantiate(cfg[name], _convert_="all")
+    except InstantiationException as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"section {name}: {cause}") from None
+
+
 def apply_threads(cfg: DictConfig) -> None:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
@@ -72,7 +86,7 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
         raise UserError(f"task is {cfg.task!r}: choose from {', '.join(TASKS)}")
     L.seed_everything(cfg.seed, verbose=False)
     output_dir = Path(HydraConfig.get().runtime.output_dir)
-    task = instantiate(cfg[cfg.task], _convert_="all")
+    task = build_section(cfg, cfg.task)
     workspace = Workspace(
         paths=artifact_paths(cfg),
         seed=cfg.seed,

@@ -106,16 +106,3 @@ def test_after_a_roll_back_other_tokens_are_read_as_if_the_first_had_never_been(
     logits, taps = uncached(model, ids)
     torch.testing.assert_close(rows.logits, logits[8:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rows.taps, taps[8:], rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_prompt_pass_gives_the_last_row_of_logits_and_the_features_of_all(
-    model: Target,
-) -> None:
-    ids = random_ids(9, seed=3)
-    rows = model.read(ids, model.new_cache(16), last_only=True)
-    logits, taps = uncached(model, ids)
-    torch.testing.assert_close(rows.logits, logits[-1:], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(rows.taps, taps, rtol=1e-4, atol=1e-4)
-    head = model.tables.logits(rows.hidden)
-    torch.testing.assert_close(head, logits[-1:], rtol=1e-4, atol=1e-4)

@@ -178,11 +178,6 @@ def test_a_loaded_drafter_computes_what_the_saved_one_did(kind: str, saved: Path
     assert not any(p.requires_grad for p in after.parameters())
 
 
-def test_the_manifest_comes_back_with_the_drafter(saved: Path) -> None:
-    _, manifest = load_drafter(saved, made_by=MADE_BY, dtype=torch.float32, device="cpu")
-    assert manifest["note"] == "kept"
-
-
 def test_a_scaled_rope_is_written_where_old_and_new_readers_look(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
     net = tiny_diffusion(replace(EVEN_SHAPE, rope_parameters=rope))

@@ -88,33 +88,23 @@ def test_labels_are_the_leading_matches_of_what_a_decoder_would_draft(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "accepted", "censored"),
+    ("anchor", "drafts", "accepted", "censored"),
     [
-        # The text is 10 11 12 13 14; the anchor is 12, so two of the four drafts can be judged.
-        ([13, 14, 77, 77], 2, True),
-        ([13, 77, 77, 77], 1, False),
-        ([77, 14, 77, 77], 0, False),
-        ([13, 14, 0, 0], 2, True),
+        # The text is 10 11 12 13 14. After the anchor 12, two drafts can be judged.
+        (2, [13, 14, 77, 77], 2, True),
+        (2, [13, 14, 0, 0], 2, True),  # agreeing with padding is no match
+        (2, [13, 77, 77, 77], 1, False),
+        (2, [77, 14, 77, 77], 0, False),
+        (2, [13, 14], 2, False),  # the longest draft: nothing is left to know
+        (4, [77, 77], 0, True),
     ],
 )
 def test_a_label_is_censored_where_the_text_ends_before_a_draft_fails(
-    drafts: list[int], accepted: int, censored: bool
+    anchor: int, drafts: list[int], accepted: int, censored: bool
 ) -> None:
     ids, lengths = torch.tensor([[10, 11, 12, 13, 14, 0, 0]]), torch.tensor([5])
-    found = labels._match(torch.tensor([[drafts]]), ids, lengths, torch.tensor([[2]]))
+    found = labels._match(torch.tensor([[drafts]]), ids, lengths, torch.tensor([[anchor]]))
     assert (found.accepted.tolist(), found.censored.tolist()) == ([[accepted]], [[censored]])
-
-
-def test_a_draft_that_matched_to_its_full_length_is_not_censored() -> None:
-    ids, lengths = torch.tensor([[10, 11, 12, 13, 14]]), torch.tensor([5])
-    found = labels._match(torch.tensor([[[13, 14]]]), ids, lengths, torch.tensor([[2]]))
-    assert (found.accepted.tolist(), found.censored.tolist()) == ([[2]], [[False]])
-
-
-def test_an_anchor_that_ends_the_text_is_censored_at_once() -> None:
-    ids, lengths = torch.tensor([[10, 11, 12]]), torch.tensor([3])
-    found = labels._match(torch.tensor([[[12, 12]]]), ids, lengths, torch.tensor([[2]]))
-    assert (found.accepted.tolist(), found.censored.tolist()) == ([[0]], [[True]])
 
 
 def test_following_tokens_stop_where_the_text_stops() -> None:
