@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def profile(
         sequence = filled_sequence(target, context, widest)
         verify[context] = {}
         for width in range(1, widest + 1):
-            median, relative = timed(lambda w=width: read_again(target, sequence, w), repeats)
+            median, relative = timed(partial(read_again, target, sequence, width), repeats)
             verify[context][width] = median
             spread[f"verify context {context} width {width}"] = relative
     context = contexts[len(contexts) // 2]
@@ -67,7 +68,7 @@ def profile(
         runner.catch_up(sequence)
         draft[arm] = [0.0]
         for length in range(1, runner.max_draft + 1):
-            median, relative = timed(lambda r=runner, n=length: r.draft(sequence, n), repeats)
+            median, relative = timed(partial(runner.draft, sequence, length), repeats)
             draft[arm].append(max(median, draft[arm][-1]))
             spread[f"draft {arm} {length}"] = relative
         catch_up[arm] = {lag: time_catch_up(runner, sequence, lag, repeats) for lag in lags}
@@ -102,8 +103,7 @@ def read_again(target: Target, sequence: Sequence, width: int) -> None:
 
 def time_catch_up(runner: DraftRunner, sequence: Sequence, lag: int, repeats: int) -> float:
     """Catch-up cannot run twice from the same state, so each time starts a fresh cache."""
-    short = Sequence(sequence.ids[: lag + 1], sequence.cache, capacity=lag + 1)
-    short._taps = sequence.taps(0, min(lag, sequence.anchor))
+    short = sequence.prefix(min(lag, sequence.anchor) + 1)
 
     def once() -> None:
         runner.start(lag + 16)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -13,3 +15,9 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return tiny_target(str(tmp_path_factory.mktemp("targets")))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread: tiny tensors gain nothing from more, and busy machines lose much."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from whiflash_infer.sources import RandomTiny
 from whiflash_infer.target import Target
 
 Net = TypeVar("Net", bound=nn.Module)
-TAPS = (1, 3, 4)
+TAPS, TAP_SIZE = (1, 3, 4), 25.0  # of the tiny target
 MASK_ID = 3
 # Head width times heads differs from the hidden size, as in Qwen3-4B, and so does the target's.
 ODD_SHAPE = DrafterShape(
@@ -42,12 +42,19 @@ def tiny_target(folder: str) -> Target:
     )
 
 
-def tiny_ar(shape: DrafterShape, *, seed: int = 0, used: Tensor | None = None) -> ARDrafter:
-    """used: the draft vocabulary; every third token and one more when None."""
+def tiny_ar(
+    shape: DrafterShape, *, seed: int = 0, used: Tensor | None = None, tap_size: float = 1.0
+) -> ARDrafter:
+    """used: the draft vocabulary; every third token when None.
+
+    tap_size: usual size of the features. Undivided, the tiny target's would drown the attention in
+    the residual, and no wrong position or token would change a draft.
+    """
     used = torch.arange(1, shape.vocab_size, 3) if used is None else used
     net = ARDrafter(ARDrafterConfig(shape=shape, draft_vocab_size=len(used), tap_layer_ids=TAPS))
     net.set_vocabulary(used)
-    return randomise(net, seed)
+    randomise(net, seed).fc.weight.div_(tap_size)
+    return net
 
 
 def tiny_diffusion(

@@ -55,9 +55,7 @@ def answer_batch(
     return answers
 
 
-def _left_pad(
-    prompts: list[list[int]], pad: int
-) -> tuple[Int[Tensor, "B T"], Tensor]:
+def _left_pad(prompts: list[list[int]], pad: int) -> tuple[Int[Tensor, "B T"], Tensor]:
     width = max(len(p) for p in prompts)
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     lengths = torch.tensor([len(p) for p in prompts])

@@ -55,9 +55,7 @@ def run_policies(
             yield Answer(question.id, question.category, name, generation)
 
 
-def _answer(
-    decoder: RoutedDecoder, question: Question, protocol: Protocol
-) -> Generation:
+def _answer(decoder: RoutedDecoder, question: Question, protocol: Protocol) -> Generation:
     return decoder.generate(
         question.ids,
         max_new_tokens=protocol.max_new_tokens,

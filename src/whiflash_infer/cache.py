@@ -14,7 +14,7 @@ class KVStore:
 
     def __init__(self, capacity: int) -> None:
         self.length = 0
-        self._capacity = capacity
+        self._capacity = max(1, capacity)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -39,7 +39,7 @@ class KVStore:
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def truncate(self, length: int) -> None:
-        if length > self.length:
+        if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: only {self.length} entries exist")
         self.length = length
 

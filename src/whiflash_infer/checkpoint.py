@@ -8,12 +8,12 @@ Reading is strict: a missing or extra tensor or field is an error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -60,22 +60,33 @@ def load_drafter(
     Raises: ArtifactError naming the field or tensor that is missing, unknown or misshapen.
     """
     manifest = read_manifest(path, made_by=made_by)
-    config = read_json(path / CONFIG)
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture == "LlamaForCausalLMEagle3":
-        net: Drafter = ARDrafter(_read_ar_config(path / CONFIG, config))
-        expected = _ar_config(net)
-    elif architecture == "DFlashDraftModel":
-        net = DiffusionDrafter(_read_diffusion_config(path / CONFIG, config))
-        expected = _diffusion_config(net)
-    else:
-        raise ArtifactError(
-            f"{path / CONFIG}: architectures is {architecture!r}; known are "
-            "LlamaForCausalLMEagle3 and DFlashDraftModel"
-        )
-    _check_config(path / CONFIG, config, expected)
+    net = _build(path / CONFIG)
     _load_state(path / WEIGHTS, net)
     return net.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
+
+
+def _build(path: Path) -> Drafter:
+    """The network that a config describes, with weights still to be loaded."""
+    config = read_json(path)
+    architectures = config.get("architectures")
+    try:
+        if architectures == ["LlamaForCausalLMEagle3"]:
+            net: Drafter = ARDrafter(_read_ar_config(config))
+            expected = _ar_config(net)
+        elif architectures == ["DFlashDraftModel"]:
+            net = DiffusionDrafter(_read_diffusion_config(config))
+            expected = _diffusion_config(net)
+        else:
+            raise ValueError(
+                f"architectures is {architectures!r}; known are ['LlamaForCausalLMEagle3'] and "
+                "['DFlashDraftModel']"
+            )
+    except KeyError as error:
+        raise ArtifactError(f"{path}: missing field {error.args[0]!r}") from None
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    _check_config(path, config, expected)
+    return net
 
 
 def _shape_config(shape: DrafterShape) -> dict[str, Any]:
@@ -135,53 +146,38 @@ def _diffusion_config(net: DiffusionDrafter) -> dict[str, Any]:
     }
 
 
-def _read_shape(path: Path, config: Mapping[str, Any]) -> DrafterShape:
-    missing = [public for public in _SHAPE_FIELDS.values() if public not in config]
-    if missing:
-        raise ArtifactError(f"{path}: missing fields {missing}")
+def _read_shape(config: Mapping[str, Any]) -> DrafterShape:
     values = {ours: config[public] for ours, public in _SHAPE_FIELDS.items()}
     return DrafterShape(
         **values, target_hidden_size=config.get("target_hidden_size", config["hidden_size"])
     )
 
 
-def _read_ar_config(path: Path, config: Mapping[str, Any]) -> ARDrafterConfig:
-    shape = _read_shape(path, config)
-    with _naming_missing_fields(path):
-        return ARDrafterConfig(
-            shape=shape,
-            draft_vocab_size=config["draft_vocab_size"],
-            tap_layer_ids=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-        )
+def _read_ar_config(config: Mapping[str, Any]) -> ARDrafterConfig:
+    return ARDrafterConfig(
+        shape=_read_shape(config),
+        draft_vocab_size=config["draft_vocab_size"],
+        tap_layer_ids=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+    )
 
 
-def _read_diffusion_config(path: Path, config: Mapping[str, Any]) -> DiffusionDrafterConfig:
-    shape = _read_shape(path, config)
-    with _naming_missing_fields(path):
-        return DiffusionDrafterConfig(
-            shape=shape,
-            num_layers=config["num_hidden_layers"],
-            block_size=config["block_size"],
-            mask_token_id=config["dflash_config"]["mask_token_id"],
-            num_target_layers=config["num_target_layers"],
-            tap_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
-        )
-
-
-@contextmanager
-def _naming_missing_fields(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyError as error:
-        raise ArtifactError(f"{path}: missing field {error.args[0]!r}") from None
+def _read_diffusion_config(config: Mapping[str, Any]) -> DiffusionDrafterConfig:
+    return DiffusionDrafterConfig(
+        shape=_read_shape(config),
+        num_layers=config["num_hidden_layers"],
+        block_size=config["block_size"],
+        mask_token_id=config["dflash_config"]["mask_token_id"],
+        num_target_layers=config["num_target_layers"],
+        tap_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
+    )
 
 
 def _check_config(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    stored_only = {"bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
-    problems = [f"missing field {key!r}" for key in sorted(expected.keys() - found.keys())]
-    problems += [
-        f"unknown field {key!r}" for key in sorted(found.keys() - expected.keys() - stored_only)
-    ]
+    dtype_field = "torch_dtype" if expected["model_type"] == "llama" else "dtype"
+    stored_only = {"bos_token_id", "eos_token_id", "pad_token_id", dtype_field}
+    wanted = expected.keys() | stored_only
+    problems = [f"missing field {key!r}" for key in sorted(wanted - found.keys())]
+    problems += [f"unknown field {key!r}" for key in sorted(found.keys() - wanted)]
     problems += [
         f"field {key!r} is {found[key]!r}, but this version reads only {expected[key]!r}"
         for key in sorted(expected.keys() & found.keys())
@@ -194,7 +190,10 @@ def _check_config(path: Path, found: Mapping[str, Any], expected: Mapping[str, A
 def _load_state(path: Path, net: nn.Module) -> None:
     if not path.is_file():
         raise ArtifactError(f"{path} is missing")
-    found: dict[str, Tensor] = load_file(path)
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from None
     expected = net.state_dict()
     problems = [f"missing tensor {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unknown tensor {name}" for name in sorted(found.keys() - expected.keys())]

@@ -72,7 +72,9 @@ def save_router(
     with new_artifact(path, manifest) as folder:
         write_json(folder / CONFIG, {"network": asdict(net.config), "policy": asdict(settings)})
         save_costs(folder / COSTS, costs, measurements={})
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+        state = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()
+        }
         save_file(state, folder / WEIGHTS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -26,6 +28,12 @@ class Sequence:
         self.anchor_hidden: Float[Tensor, " D"] | None = None
         self._capacity = capacity
         self._taps: Tensor | None = None
+
+    def prefix(self, length: int) -> Sequence:
+        """The same request when it had `length` tokens; shares all storage."""
+        earlier = copy.copy(self)
+        earlier.length = length
+        return earlier
 
     @property
     def anchor(self) -> int:

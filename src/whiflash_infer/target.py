@@ -53,7 +53,10 @@ class TargetTables:
         return F.embedding(ids, self.embedding)
 
     def logits(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
-        logits = F.linear(hidden.to(self.head.dtype), self.head)
+        return self.softcapped(F.linear(hidden.to(self.head.dtype), self.head))
+
+    def softcapped(self, logits: Float[Tensor, "*N W"]) -> Float[Tensor, "*N W"]:
+        """Monotone, so it never changes an argmax; distributions need it (Gemma 2)."""
         if self.softcap is None:
             return logits
         return torch.tanh(logits / self.softcap) * self.softcap
@@ -71,7 +74,10 @@ class Target:
         self.config: PreTrainedConfig = model.config.get_text_config()  # pyright: ignore
         _refuse_unsupported(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
-        self.tap_layer_ids = check_tap_layer_ids(list(tap_layer_ids), self.num_layers)
+        try:
+            self.tap_layer_ids = check_tap_layer_ids(list(tap_layer_ids), self.num_layers)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         self._decoder: nn.Module = model.get_decoder()  # pyright: ignore
         self._head: nn.Module = model.get_output_embeddings()  # pyright: ignore
         self._captured: dict[int | str, Tensor] = {}

@@ -104,9 +104,7 @@ class TrainingBatches(IterableDataset):
             )
 
 
-def validation_batches(
-    rows: Dataset, *, batch_size: int, pad_id: int
-) -> list[DrafterBatch]:
+def validation_batches(rows: Dataset, *, batch_size: int, pad_id: int) -> list[DrafterBatch]:
     """All rows once, sorted by length, at every eligible anchor."""
     order = np.argsort([len(ids) for ids in rows["input_ids"]], kind="stable")
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]

@@ -77,7 +77,9 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
     plain = _compose(folder, config_name, [g for g in groups if g not in experiments])
     known = set(_leaves(plain))
     if experiments:
-        _refuse_unknown(set(_leaves(_compose(folder, config_name, groups))), known, "experiment file")
+        _refuse_unknown(
+            set(_leaves(_compose(folder, config_name, groups))), known, "experiment file"
+        )
     _refuse_unknown(
         {o.key_or_group for o in values if not o.is_add() and not o.is_delete()},
         known | _branch_keys(known) | {"hydra"},
@@ -148,6 +150,7 @@ def quiet_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*has `__len__` defined.*")
     warnings.filterwarnings("ignore", message=".*ended before the epoch ended.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*treespec.*")

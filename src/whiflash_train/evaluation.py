@@ -121,14 +121,10 @@ def load_all(
         target=target.name,
         allow_foreign=allow_foreign or cfg.costs.allow_foreign,
     )
-    require_match(
-        path, router.manifest["target"], target.identity().required(), made_by=MADE_BY
-    )
+    require_match(path, router.manifest["target"], target.identity().required(), made_by=MADE_BY)
     found = {f"{arm} drafter": facts for arm, facts in router.manifest["drafters"].items()}
     wanted = {f"{arm} drafter": facts for arm, facts in lineage.items()}
-    require_match(
-        path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}"
-    )
+    require_match(path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}")
     return target, runners, router
 
 

@@ -14,8 +14,8 @@ from whiflash_infer.errors import UserError
 
 
 def csv_logger(*, output_dir: str) -> Logger:
-    """`metrics.csv` in the run's folder."""
-    return CSVLogger(output_dir, name="", version="csv")
+    """`csv/version_<n>/metrics.csv` in the run's folder; a resumed run starts the next version."""
+    return CSVLogger(output_dir, name="csv")
 
 
 def no_logger(*, output_dir: str) -> None:

@@ -57,7 +57,7 @@ def ar_objective(
     for step, hidden in enumerate(unroll):
         keep = counted[:, :, step]
         source_rows = _row_index(batch, step)[keep]
-        teacher_logits = rows.hidden[source_rows.unbind(-1)] @ vocabulary_head.T
+        teacher_logits = tables.softcapped(rows.hidden[source_rows.unbind(-1)] @ vocabulary_head.T)
         probs = teacher_logits.float().softmax(-1)
         losses, best = head_cross_entropy(net.norm(hidden[keep]), net.lm_head.weight, probs)
         hits[:, :, step][keep] = vocabulary[best] == labels[:, :, step][keep]
@@ -87,7 +87,7 @@ def diffusion_objective(
     embeds = tables.embed(block_ids(batch.ids, batch.anchors, net)).to(dtype)
     hidden = net.blocks(embeds, rows.taps.to(dtype), batch.anchors)[:, :, 1:]
     labels, exists = following(batch.ids, batch.lengths, batch.anchors, hidden.shape[2])
-    counted = exists & _labels_supervised(batch, hidden.shape[2]) & batch.anchor_mask[..., None]
+    counted = exists & _labels_supervised(batch, hidden.shape[2])
     losses, best = head_cross_entropy(hidden[counted], tables.head, labels[counted])
     table = losses.new_zeros(counted.shape)
     table[counted] = losses
@@ -121,9 +121,7 @@ def _labels_supervised(batch: DrafterBatch, num_slots: int) -> Bool[Tensor, "B A
     return _supervised_at(batch, positions)
 
 
-def _supervised_at(
-    batch: DrafterBatch, positions: Int[Tensor, "B A K"]
-) -> Bool[Tensor, "B A K"]:
+def _supervised_at(batch: DrafterBatch, positions: Int[Tensor, "B A K"]) -> Bool[Tensor, "B A K"]:
     safe = positions.clamp(max=batch.ids.shape[1] - 1)
     found = batch.supervised.gather(1, safe.flatten(1)).unflatten(1, safe.shape[1:])
     return found & (positions < batch.ids.shape[1]) & batch.anchor_mask[..., None]

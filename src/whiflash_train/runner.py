@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
+from whiflash_infer.artifacts import read_json, require_match, write_json
 from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
 from whiflash_train.module import TraineeModule, cosine_with_warmup
-from whiflash_train.tasks import TASKS, FitSettings, Trainee, Workspace, no_grad_copy, parameter_counts
+from whiflash_train.tasks import (
+    TASKS,
+    FitSettings,
+    Trainee,
+    Workspace,
+    parameter_counts,
+    state_below,
+)
 
 console = Console()
 
@@ -98,6 +106,7 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
     trainee: Trainee = task.build(workspace)
     _show_start(cfg.task, trainee)
     checkpoints = _checkpoint_callback(output_dir, task.fit, trainee.monitor, resume=cfg.resume)
+    _same_run(output_dir / "task.json", workspace.resolved_config, cfg.task, resume=cfg.resume)
     module = TraineeModule(
         net=trainee.net,
         objective=trainee.objective,
@@ -110,6 +119,8 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
         ),
     )
     trainer = _trainer(cfg, task.fit, output_dir, [checkpoints, *trainee.callbacks, *callbacks])
+    if trainer.logger is not None:
+        trainer.logger.log_hyperparams(dict(workspace.resolved_config))
     last = Path(checkpoints.dirpath or "") / "last.ckpt" if cfg.resume else None
     started = time.perf_counter()
     try:
@@ -156,7 +167,9 @@ def _checkpoint_callback(
 ) -> ModelCheckpoint:
     folder = output_dir / "checkpoints"
     if resume and not (folder / "last.ckpt").is_file():
-        raise UserError(f"resume=true, but {folder / 'last.ckpt'} does not exist: nothing to resume")
+        raise UserError(
+            f"resume=true, but {folder / 'last.ckpt'} does not exist: nothing to resume"
+        )
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     return ModelCheckpoint(
@@ -169,6 +182,17 @@ def _checkpoint_callback(
         enable_version_counter=False,
         save_on_train_epoch_end=False,
     )
+
+
+def _same_run(path: Path, config: Mapping[str, Any], task: str, *, resume: bool) -> None:
+    """Remember what a run trains; refuse to resume it as something else."""
+    settings = {"seed": config["seed"], "dtype": config["dtype"], "target": config["target"]}
+    settings |= {f"{task}.{key}": value for key, value in config[task].items()}
+    if resume:
+        found = read_json(path)
+        require_match(path, found, settings, made_by=f"train.py task={task} without resume=true")
+    else:
+        write_json(path, settings)
 
 
 def _trainer(
@@ -204,7 +228,7 @@ def _keep_best(module: TraineeModule, checkpoints: ModelCheckpoint) -> dict[str,
     """Put the best checkpoint's weights into the module; its validation metrics."""
     path = checkpoints.best_model_path or checkpoints.last_model_path
     found = torch.load(path, map_location="cpu", weights_only=True)
-    module.net.load_state_dict(no_grad_copy(found["state_dict"], "net."))
+    module.net.load_state_dict(state_below(found["state_dict"], "net."))
     module.net.eval()
     best = checkpoints.best_model_score
     metrics = {"step": float(found["global_step"])}

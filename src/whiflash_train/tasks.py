@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from whiflash_infer.artifacts import require_match
 from whiflash_infer.checkpoint import Drafter, save_drafter
 from whiflash_infer.costs import CostModel
 from whiflash_infer.errors import UserError
@@ -33,6 +34,9 @@ from whiflash_train.router_data import RouterBatches, stack_rounds
 from whiflash_train.teacher import Teacher
 from whiflash_train.vocabulary import choose_vocabulary
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
+
+TASKS = ("ar_drafter", "diffusion_drafter", "router")
+ROUNDS_MADE_BY = "python data_prep/log_rounds.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +190,17 @@ class RouterTask:
     switch_margin: float
 
     def build(self, workspace: Workspace) -> Trainee:
-        splits, manifest = load_rounds(
-            workspace.paths["rounds"], made_by="python data_prep/log_rounds.py"
-        )
+        splits, manifest = load_rounds(workspace.paths["rounds"], made_by=ROUNDS_MADE_BY)
         for split in ("router", "validation"):
             if split not in splits:
                 raise UserError(f"{workspace.paths['rounds']} holds no rounds of split {split!r}")
-        costs = workspace.load_costs(workspace.load_target())
+        target = workspace.load_target()
+        required = target.identity().required()
+        path = workspace.paths["rounds"]
+        require_match(path, manifest["target"], required, made_by=ROUNDS_MADE_BY)
+        costs = workspace.load_costs(target)
         max_draft: dict[str, int] = manifest["max_draft"]
+        _require_priced(workspace.paths["costs"], costs, max_draft)
         train = stack_rounds(splits["router"], tuple(max_draft))
         net = RouterNet(
             RouterConfig(
@@ -248,7 +255,15 @@ class RouterTask:
         )
 
 
-TASKS = ("ar_drafter", "diffusion_drafter", "router")
+def _require_priced(path: Path, costs: CostModel, max_draft: Mapping[str, int]) -> None:
+    """The cost profile must price exactly the drafts that the rounds label."""
+    priced = {arm: len(seconds) - 1 for arm, seconds in costs.draft.items()}
+    require_match(
+        path,
+        {f"longest draft of {arm}": length for arm, length in priced.items()},
+        {f"longest draft of {arm}": length for arm, length in max_draft.items()},
+        made_by="python data_prep/profile_costs.py",
+    )
 
 
 def _drafter_trainee(
@@ -319,6 +334,6 @@ def parameter_counts(net: nn.Module) -> list[tuple[str, int, bool]]:
     return rows
 
 
-def no_grad_copy(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def state_below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """The entries of a Lightning checkpoint below `prefix`, without it."""
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

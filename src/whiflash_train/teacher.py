@@ -19,16 +19,19 @@ class Teacher:
     def __init__(self, target: Target, *, keep: bool) -> None:
         self.target = target
         self.tables = target.tables
-        self._kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] | None = {} if keep else None
 
     @torch.no_grad()
     def __call__(self, batch: DrafterBatch) -> TeacherRows:
         if self._kept is None:
             return self._compute(batch)
-        keys = batch.rows.tolist()
+        # Kept by content: indices would confuse the rows of training and validation.
+        lengths = batch.lengths.tolist()
+        texts = zip(batch.ids.cpu(), lengths, strict=True)
+        keys = [ids[:length].numpy().tobytes() for ids, length in texts]
         if any(key not in self._kept for key in keys):
             rows = self._compute(batch)
-            for i, (key, length) in enumerate(zip(keys, batch.lengths.tolist(), strict=True)):
+            for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
                 self._kept[key] = (rows.taps[i, :length].clone(), rows.hidden[i, :length].clone())
             return rows
         taps, hidden = zip(*(self._kept[key] for key in keys), strict=True)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.target import Target
 
-_NOISE = 0.01  # of fc's entries for all taps but the highest, so that they are not dead at first
+_NOISE = 0.01  # factor on random starts, so that what is not copied is small but not dead
+
+_SMALL = 0.1
 
 
 @torch.no_grad()
 def start_ar(net: ARDrafter, target: Target) -> None:
-    """Copy the target's last layer; attention reads the hidden half, the embedding half starts 0.
+    """Copy the target's last layer; its attention reads the hidden half, the other starts small.
 
     The head always starts from the target's rows; `start_head` does that alone.
     """
@@ -22,7 +25,7 @@ def start_ar(net: ARDrafter, target: Target) -> None:
     layer, hidden = net.midlayer, net.config.shape.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
-        weight[:, :hidden] *= 0.1
+        weight[:, :hidden] *= _SMALL
         weight[:, hidden:] = _weight(source, f"self_attn.{name}")
     _copy(layer.self_attn.o_proj, source, "self_attn.o_proj")
     _copy_mlp(layer.mlp, source)
@@ -42,6 +45,11 @@ def start_head(net: ARDrafter, target: Target, *, trainable: bool) -> None:
 def start_diffusion(net: DiffusionDrafter, target: Target) -> None:
     """Copy the target's last layers, one each; the per-head norms start at the rows' usual size."""
     first = target.num_layers - len(net.layers)
+    if first < 0:
+        raise UserError(
+            f"num_layers {len(net.layers)} exceeds the target's {target.num_layers}: init=target "
+            "copies one target layer for each; use fewer, or init=random"
+        )
     for index, layer in enumerate(net.layers):
         source = target.layer(first + index)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

@@ -162,7 +162,7 @@ def test_lag_counts_the_tokens_committed_since_the_arm_was_last_used(target: Tar
     class Alternating(StaticPolicy):
         needs_features = False
 
-        def choose(self, belief, state):  # noqa: ANN001, ANN202
+        def choose(self, belief, state):
             self.arm = "diffusion" if state.last_arm == "ar" else "ar"
             return super().choose(belief, state)
 
@@ -184,7 +184,10 @@ def test_rounds_and_their_tokens_make_up_the_output(target: Target) -> None:
     runners = scripted(text, seed=5, error_rate=0.4)
     result = RoutedDecoder(target, runners, RandomPolicy(1)).generate(prompt, max_new_tokens=20)
     pieces = [ids.tolist() for _, ids in decode_rounds(result)]
-    assert [text[len(prompt)]] + sum(pieces, []) == result.output_ids.tolist()
+    assert [
+        text[len(prompt)],
+        *(i for piece in pieces for i in piece),
+    ] == result.output_ids.tolist()
     positions = [r.position for r in result.rounds]
     ends = [r.position + r.committed for r in result.rounds]
     assert positions[1:] == ends[:-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes import prefilled, random_ids, tiny_ar, tiny_diffusion
+from tests.fakes import TAP_SIZE, prefilled, random_ids, tiny_ar, tiny_diffusion
 from whiflash_infer import labels
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
@@ -21,7 +21,8 @@ class Drafting:
 
     def __init__(self, kind: str, target: Target) -> None:
         shape, self.target = target.drafter_shape, target
-        self.ar, self.diffusion = tiny_ar(shape, seed=2), tiny_diffusion(shape, seed=2)
+        self.ar = tiny_ar(shape, seed=2, tap_size=TAP_SIZE)
+        self.diffusion = tiny_diffusion(shape, seed=2)
         self.kind = kind
 
     def drafts(self, ids: Tensor) -> list[int]:

@@ -83,7 +83,7 @@ def test_the_price_is_the_throughput_it_achieves_and_no_other_price_does_better(
             net = RouterNet(RouterConfig(num_features=6, width=2, max_draft=MAX_DRAFT))
             super().__init__(net, costs(), lam=lam)
 
-    def run(lam: float):  # noqa: ANN202
+    def run(lam: float):
         total = None
         for text in texts:
             gains = np.zeros((len(text), 2, 4))
@@ -112,14 +112,12 @@ def test_the_entropy_threshold_found_is_the_best_of_all() -> None:
     one.features[:, 0] = entropies
     threshold, speed = calibrate_entropy([one], costs(), MAX_DRAFT, num_thresholds=50)
     every = [0.0, *entropies.tolist(), 2.0]
-    speeds = [
-        replay(EntropyPolicy(t), [one], costs(), MAX_DRAFT).tokens_per_s for t in every
-    ]
+    speeds = [replay(EntropyPolicy(t), [one], costs(), MAX_DRAFT).tokens_per_s for t in every]
     assert speed == pytest.approx(max(speeds))
     assert replay(EntropyPolicy(threshold), [one], costs(), MAX_DRAFT).tokens_per_s == speed
 
 
-def state(**changes) -> RoundState:  # noqa: ANN003
+def state(**changes) -> RoundState:
     fields = {
         "position": 10,
         "lags": {"ar": 1, "diffusion": 1},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes import play_round, prefilled, random_ids, tiny_ar, tiny_diffusion
+from tests.fakes import TAP_SIZE, play_round, prefilled, random_ids, tiny_ar, tiny_diffusion
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
 from whiflash_infer.sequence import Sequence
@@ -25,7 +25,7 @@ def new_runner(kind: str, target: Target) -> Runner:
     """The same weights every time, and an empty cache."""
     shape, tables = target.drafter_shape, target.tables
     if kind == "ar":
-        runner: Runner = ARRunner(tiny_ar(shape, seed=1), tables, draft_length=4)
+        runner: Runner = ARRunner(tiny_ar(shape, seed=1, tap_size=TAP_SIZE), tables, draft_length=4)
     else:
         runner = DiffusionRunner(tiny_diffusion(shape, seed=1), tables)
     runner.start(CAPACITY)

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.fakes import random_rows, tiny_ar, tiny_diffusion
+from tests.fakes import MASK_ID, TAP_SIZE, random_rows, tiny_ar, tiny_diffusion
+from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.target import Target
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.losses import chained_hits, decay_weights, dpace_weights, head_cross_entropy
@@ -15,6 +17,7 @@ from whiflash_train.objectives import Outcome, ar_objective, diffusion_objective
 from whiflash_train.teacher import Teacher
 
 T, X = True, False
+USED = torch.arange(1, 261, 3)  # what `tiny_ar` drafts
 
 
 def targets(kind: str, rows: int) -> Tensor:
@@ -103,54 +106,109 @@ def test_a_hit_counts_only_behind_hits() -> None:
     assert chained_hits(hits).tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
 
 
+def run_objective(name: str, target: Target, batch: DrafterBatch) -> tuple[nn.Module, Outcome]:
+    teacher, shape = Teacher(target, keep=False), target.drafter_shape
+    if name == "ar":
+        ar = tiny_ar(shape, seed=1, tap_size=TAP_SIZE).requires_grad_(True)
+        return ar, ar_objective(ar, batch, teacher=teacher, draft_length=3, step_decay=0.8)
+    net = tiny_diffusion(shape, seed=1).requires_grad_(True)
+    options = {"weighting": name, "smoothing": 0.5, "gamma": 4.0}
+    return net, diffusion_objective(net, batch, teacher=teacher, **options)
+
+
+def one_text() -> DrafterBatch:
+    """12 tokens, two of which (at 7 and 10) cannot be drafted; the token at 9 is no answer."""
+    ids = USED[torch.randint(0, 80, (1, 12), generator=torch.Generator().manual_seed(7))]
+    ids[0, [7, 10]] += 1
+    supervised = torch.ones(1, 12, dtype=torch.bool)
+    supervised[0, [0, 9]] = False
+    return DrafterBatch(
+        ids=ids,
+        lengths=torch.tensor([12]),
+        supervised=supervised,
+        anchors=torch.tensor([[1, 4, 5, 8, 10]]),
+        anchor_mask=torch.ones(1, 5, dtype=torch.bool),
+        rows=torch.tensor([0]),
+    )
+
+
+@torch.no_grad()
+def test_the_ar_objective_equals_plain_loops(target: Target) -> None:
+    batch = one_text()
+    net, (loss, means) = run_objective("ar", target, batch)
+    assert isinstance(net, ARDrafter)
+    output = target.model(batch.ids, use_cache=False, output_hidden_states=True)
+    taps = torch.cat([output.hidden_states[i + 1] for i in target.tap_layer_ids], dim=-1)
+    unroll = net.unroll(target.tables.embed(batch.ids), taps, batch.anchors, num_steps=3)
+    total, chains = 0.0, [True] * 5
+    lengths = [1.0] * 5
+    for step, hidden in enumerate(unroll):
+        counted = []
+        for column, anchor in enumerate(batch.anchors[0].tolist()):
+            fed, predicted = anchor + step, anchor + step + 1
+            usable = predicted < 12 and bool(batch.supervised[0, fed])
+            usable = usable and int(batch.ids[0, predicted]) in USED.tolist()
+            logp = net.logits(hidden[0, column]).log_softmax(-1)
+            if usable:
+                wanted = output.logits[0, fed, USED].softmax(-1)
+                counted.append(-float((wanted * logp).sum()))
+            hit = usable and int(USED[logp.argmax()]) == int(batch.ids[0, predicted])
+            chains[column] = chains[column] and hit
+            lengths[column] += chains[column]
+        total += 0.8**step * sum(counted) / len(counted)
+    assert float(loss) == pytest.approx(total / (1 + 0.8 + 0.64), rel=1e-4)
+    assert float(means["tau"].value) == pytest.approx(sum(lengths) / 5, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weighting", ["dpace", "decay"])
+def test_the_diffusion_objective_equals_plain_loops(weighting: str, target: Target) -> None:
+    batch = one_text()
+    net, (loss, _) = run_objective(weighting, target, batch)
+    assert isinstance(net, DiffusionDrafter)
+    output = target.model(batch.ids, use_cache=False, output_hidden_states=True)
+    taps = torch.cat([output.hidden_states[i + 1] for i in target.tap_layer_ids], dim=-1)
+    total, weight_sum = 0.0, 0.0
+    for anchor in batch.anchors[0].tolist():
+        block = torch.tensor([[[int(batch.ids[0, anchor])] + [MASK_ID] * 4]])
+        hidden = net.blocks(target.tables.embed(block), taps, torch.tensor([[anchor]]))[0, 0]
+        logp = (hidden @ target.tables.head.T).log_softmax(-1)
+        losses = {
+            k: -float(logp[k, batch.ids[0, anchor + k]])
+            for k in range(1, 5)
+            if anchor + k < 12 and batch.supervised[0, anchor + k]
+        }
+        chain, chains = 1.0, {}
+        for k, value in losses.items():
+            chain *= 0.5 * math.exp(-value) + 0.5
+            chains[k] = chain
+        for k, value in losses.items():
+            reached = sum(c for m, c in chains.items() if m >= k)
+            weight = reached if weighting == "dpace" else math.exp(-(k - 1) / 4.0)
+            total += weight * value
+            weight_sum += weight
+    normaliser = 5 * 4 / 2 if weighting == "dpace" else weight_sum
+    assert float(loss) == pytest.approx(total / normaliser, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["ar", "dpace", "decay"])
 def test_padding_anchors_and_padding_tokens_leave_an_objective_as_it_is(
     name: str, target: Target
 ) -> None:
-    net = (tiny_ar if name == "ar" else tiny_diffusion)(target.drafter_shape, seed=1)
-    net.requires_grad_(True)
-
-    def outcome(batch: DrafterBatch) -> Outcome:
-        teacher = Teacher(target, keep=False)
-        if name == "ar":
-            return ar_objective(net, batch, teacher=teacher, draft_length=3, step_decay=0.8)  # pyright: ignore
-        return diffusion_objective(
-            net,  # pyright: ignore
-            batch,
-            teacher=teacher,
-            weighting=name,
-            smoothing=0.5,
-            gamma=4.0,
-        )
-
-    used = torch.arange(1, 261, 3)
-    ids = used[torch.randint(0, 80, (1, 12), generator=torch.Generator().manual_seed(7))]
-    mask = torch.arange(12)[None] >= 4
-    plain = DrafterBatch(
-        ids=ids,
-        lengths=torch.tensor([12]),
-        supervised=mask,
-        anchors=torch.tensor([[4, 8, 10]]),
-        anchor_mask=torch.ones(1, 3, dtype=torch.bool),
-        rows=torch.tensor([0]),
-    )
+    plain = one_text()
     padded = DrafterBatch(
-        ids=F.pad(ids, (0, 3), value=4),
+        ids=F.pad(plain.ids, (0, 3), value=4),
         lengths=plain.lengths,
-        supervised=F.pad(mask, (0, 3)),
+        supervised=F.pad(plain.supervised, (0, 3)),
         anchors=F.pad(plain.anchors, (0, 2), value=1),
         anchor_mask=F.pad(plain.anchor_mask, (0, 2)),
         rows=plain.rows,
     )
     results = []
     for batch in (plain, padded):
-        net.zero_grad()
-        loss, means = outcome(batch)
+        net, (loss, means) = run_objective(name, target, batch)
         loss.backward()
-        grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        results.append((loss, {key: mean.value for key, mean in means.items()}, grads))
-    (loss, means, grads), (other_loss, other_means, other_grads) = results
-    assert float(loss.detach()) > 0.1
-    torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(other_means, means, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(other_grads, grads, rtol=1e-3, atol=1e-5)
+        grads = [p.grad for p in net.parameters()]
+        results.append((loss.detach(), {key: mean.value for key, mean in means.items()}, grads))
+    assert float(results[0][0]) > 0.1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)

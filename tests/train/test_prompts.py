@@ -12,8 +12,9 @@ BUILTIN = Path(__file__).parents[2] / "data_prep" / "prompts"
 
 
 def prompts(*categories: str) -> list[Prompt]:
-    return [Prompt(f"{c}-{i}", c, [{"role": "user", "content": "?"}]) for i, c in
-            enumerate(categories)]
+    return [
+        Prompt(f"{c}-{i}", c, [{"role": "user", "content": "?"}]) for i, c in enumerate(categories)
+    ]
 
 
 def test_builtin_splits_share_no_prompt_and_hold_all_categories() -> None:

@@ -44,6 +44,11 @@ class DiffusionDrafterConfig:
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise ValueError(f"block_size {self.block_size} must be 2 or more, the anchor included")
+        if self.shape.target_hidden_size != self.shape.hidden_size:
+            raise ValueError(
+                f"hidden_size {self.shape.hidden_size} must be the target's "
+                f"{self.shape.target_hidden_size}: the published format has no field for another"
+            )
         if not 0 <= self.mask_token_id < self.shape.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of "

@@ -72,6 +72,8 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        if activation not in ACT2FN:
+            raise ValueError(f"hidden_act {activation!r} is not known to transformers")
         self.activation = ACT2FN[activation]
 
     def forward(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:

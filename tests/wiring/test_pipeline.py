@@ -1,0 +1,255 @@
+"""Every stage through its real entry point, on the tiny target: the README's path in seconds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from whiflash_infer.errors import UserError
+from whiflash_train.entry import check_keys
+
+ROOT = Path(__file__).parents[2]
+STAGES = [
+    "data_prep/generate.py",
+    "train.py task=ar_drafter",
+    "train.py task=diffusion_drafter",
+    "data_prep/profile_costs.py",
+    "data_prep/log_rounds.py",
+    "train.py task=router",
+    "evaluate.py checkpoint=artifacts/tiny/router",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+
+def run(folder: Path, command: str) -> str:
+    """Run a stage in `folder`; its output. Fails the test when it fails."""
+    done = attempt(folder, command)
+    assert done.status == 0, done.out + done.err
+    return done.out
+
+
+def attempt(folder: Path, command: str) -> Outcome:
+    """What typing the command in `folder` does, without the seconds that a new process imports."""
+    script, *options = command.split()
+    out, err = io.StringIO(), io.StringIO()
+    argv = [script, *options, *common(folder)]
+    status = 0
+    with chdir(folder), redirect_stdout(out), redirect_stderr(err), patched_argv(argv):
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def patched_argv(argv: list[str]) -> Iterator[None]:
+    old, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = old
+
+
+def common(folder: Path) -> list[str]:
+    return ["target=tiny", "experiment=tiny", f"paths.cache={folder.parent}/cache"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every stage has run once."""
+    folder = tmp_path_factory.mktemp("whiflash") / "work"
+    folder.mkdir()
+    for stage in STAGES:
+        run(folder, stage)
+    return folder
+
+
+def manifest(workplace: Path, artefact: str) -> dict:
+    return json.loads((workplace / "artifacts/tiny" / artefact / "manifest.json").read_text())
+
+
+def test_every_stage_leaves_a_complete_artefact(workplace: Path) -> None:
+    for artefact in ("conversations", "ar_drafter", "diffusion_drafter", "rounds", "router"):
+        found = manifest(workplace, artefact)
+        assert found["target"]["name"] == "tiny"
+        assert found["seed"] == 0
+        assert "torch" in found["packages"]
+    counts = manifest(workplace, "conversations")["counts"]
+    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
+    assert counts["train"] + counts["router"] == 32
+    leftovers = [p for p in (workplace / "artifacts/tiny").iterdir() if p.name.startswith(".")]
+    assert leftovers == []
+
+
+def test_the_evaluation_has_a_row_for_every_policy_and_category(workplace: Path) -> None:
+    folder = workplace / "artifacts/tiny/evaluation"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    policies = ["plain", "static_ar", "static_diffusion", "entropy", "hazard"]
+    assert list(metrics["policies"]) == policies
+    for report in metrics["policies"].values():
+        assert sorted(report["by_category"]) == ["chat", "code", "json", "maths"]
+        assert report["overall"]["tokens"] == sum(
+            cell["tokens"] for cell in report["by_category"].values()
+        )
+        assert sum(report["overall"]["time_split"].values()) == pytest.approx(1.0)
+    assert metrics["policies"]["plain"]["overall"]["speedup"] == 1.0
+    rounds = pq.read_table(folder / "rounds.parquet").to_pylist()
+    assert len(rounds) == sum(r["overall"]["rounds"] for r in metrics["policies"].values())
+    assert "hazard" in (folder / "report.html").read_text()
+
+
+def test_the_lossless_check_passes_in_float32_and_refuses_bfloat16(workplace: Path) -> None:
+    output = run(workplace, "evaluate.py check=lossless dtype=float32")
+    assert output.count("2/2") == 5
+    refused = attempt(workplace, "evaluate.py check=lossless dtype=bfloat16")
+    assert refused.status == 2
+    assert "add dtype=float32" in refused.err
+
+
+def test_a_sweep_over_the_price_makes_a_run_each_and_one_table(workplace: Path) -> None:
+    before = manifest(workplace, "router")
+    output = run(workplace, "train.py -m task=router router.lam=0,10,auto")
+    runs = sorted((workplace / "artifacts/tiny/sweeps/router").glob("*/*/router/manifest.json"))
+    assert len(runs) == 3
+    found = {json.loads(p.read_text())["config"]["router"]["lam"]: p for p in runs}
+    assert set(found) == {0, 10, "auto"}
+    for path in runs:
+        assert json.loads(path.read_text())["replay"]["tokens_per_s"]["hazard"] > 0
+    assert "router: 3 runs" in output
+    assert manifest(workplace, "router") == before
+
+
+def test_wandb_without_a_key_runs_offline_and_says_where(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(workplace))
+    output = run(workplace, "train.py task=router logger=wandb")
+    assert "W&B runs offline" in output
+    assert list((workplace / "artifacts/tiny/runs/router").rglob("*.wandb"))
+    run(workplace, "evaluate.py logger=wandb evaluate.limit=1 paths.evaluation=tracked")
+    assert list((workplace / "tracked").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "train.py task=router router.lamb=1",
+            "router.lamb (command line). Did you mean router.lam",
+        ),
+        ("train.py tsk=router", "Did you mean task"),
+        ("train.py task=routr", "choose from ar_drafter, diffusion_drafter, router"),
+        ("train.py", "must also give: task="),
+        ("train.py task=router logger=csw", "Did you mean csv"),
+        ("train.py task=router router.fit.max_steps=0", "max_steps is 0"),
+        ("evaluate.py chekpoint=x", "Did you mean checkpoint"),
+        ("evaluate.py evaluate.policies=[plain,hazrd]", "unknown policy 'hazrd'"),
+        ("data_prep/generate.py generate.source=absent.jsonl", "absent.jsonl does not exist"),
+        (
+            "train.py task=ar_drafter paths.conversations=absent",
+            "absent does not exist. Make it with: python data_prep/generate.py",
+        ),
+        (
+            "data_prep/log_rounds.py paths.ar_drafter=absent",
+            "Make it with: python train.py task=ar_drafter",
+        ),
+        (
+            "train.py task=router paths.costs=absent.json",
+            "Make it with: python data_prep/profile_costs.py",
+        ),
+        ("train.py task=ar_drafter target.name=other", "name: the artefact has 'tiny'"),
+        (
+            "data_prep/profile_costs.py target.tap_layer_ids=[1,2,3]",
+            "tap_layer_ids: the artefact has [1, 3, 4], this run has [1, 2, 3]",
+        ),
+        (
+            "train.py task=router resume=true router.width=7",
+            "router.width: the artefact has 128, this run has 7",
+        ),
+        ("train.py task=ar_drafter target.tap_layer_ids=[1,9]", "each must lie in 0..6"),
+        ("train.py task=ar_drafter resume=true hydra.run.dir=elsewhere", "nothing to resume"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_with_what_to_do(
+    command: str, message: str, workplace: Path
+) -> None:
+    done = attempt(workplace, f"{command} paths.artifacts=artifacts/tiny")
+    assert done.status == 2
+    assert message in done.err.replace("\n", " ")
+
+
+def test_an_unknown_key_in_an_experiment_file_is_named(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "conf/experiment/typo.yaml").write_text(
+        "# @package _global_\nrouter:\n  fit: {learing_rate: 1.0}\n"
+    )
+    with pytest.raises(UserError, match=r"router.fit.learing_rate \(experiment file\).*_rate\?"):
+        check_keys(tmp_path / "conf", "train", ["task=router", "experiment=typo"])
+
+
+def logged(folder: Path, version: int) -> list[dict[str, str]]:
+    """Training rows of a run's metrics.csv, the learning rate of the same step beside the loss."""
+    path = folder / f"csv/version_{version}/metrics.csv"
+    by_step: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(path.open()):
+        by_step.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v})
+    return [row for row in by_step.values() if "train/loss" in row]
+
+
+def test_an_interrupted_training_resumes_to_the_same_losses_and_rates(workplace: Path) -> None:
+    options = (
+        "train.py task=ar_drafter trainer.log_every=1 trainer.precision=32-true dtype=float32 "
+        "ar_drafter.fit.max_steps=20 ar_drafter.fit.checkpoint_every=10"
+    )
+    run(workplace, f"{options} hydra.run.dir=straight paths.ar_drafter=straight/ar")
+    straight = logged(workplace / "straight", 0)
+    script, *rest = f"{options} hydra.run.dir=broken paths.ar_drafter=broken/ar".split()
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / script), *rest, *common(workplace)],
+        cwd=workplace,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    checkpoint = workplace / "broken/checkpoints/last.ckpt"
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert not (workplace / "broken/ar").exists()
+    run(workplace, f"{options} hydra.run.dir=broken paths.ar_drafter=broken/ar resume=true")
+    resumed = logged(workplace / "broken", 1)
+    assert [int(r["step"]) for r in straight] == list(range(20))
+    assert int(resumed[0]["step"]) >= 10
+    by_step = {r["step"]: r for r in straight}
+    for row in resumed:
+        for quantity in ("train/loss", "train/tau", "lr-AdamW"):
+            expected = float(by_step[row["step"]][quantity])
+            assert float(row[quantity]) == pytest.approx(expected, rel=1e-6)
+    assert manifest(workplace, "../../straight/ar")["metrics"]["val/tau"] == pytest.approx(
+        manifest(workplace, "../../broken/ar")["metrics"]["val/tau"], rel=1e-6
+    )
