@@ -39,7 +39,7 @@ format: setup  ## format the code
 check: setup  ## format, lint, types, import contracts
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
-	$(VENV)/bin/basedpyright
+	$(VENV)/bin/basedpyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
 
 .PHONY: help setup demo test test-slow format check

@@ -27,9 +27,8 @@ from whiflash_infer.target import Target
 from whiflash_infer.types import TeacherRows
 from whiflash_train.batches import DrafterBatch, validation_batches
 from whiflash_train.conversations import SPLITS, load_conversations
-from whiflash_train.drafters import load_runners
 from whiflash_train.entry import entry_point
-from whiflash_train.runner import artifact_paths, load_target
+from whiflash_train.runner import load_drafters, load_target
 from whiflash_train.teacher import Teacher
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +38,7 @@ console = Console()
 @entry_point("log_rounds", root=ROOT)
 def main(cfg: DictConfig) -> None:
     target = load_target(cfg)
-    runners, lineage = load_runners(artifact_paths(cfg), target)
+    runners, lineage = load_drafters(cfg, target)
     conversations_path = Path(cfg.paths.conversations)
     rows, manifest = {}, {}
     for split in SPLITS:

@@ -25,9 +25,8 @@ from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.policies import EntropyPolicy
 from whiflash_infer.sequence import Sequence
 from whiflash_infer.target import Target
-from whiflash_train.drafters import load_runners
 from whiflash_train.entry import entry_point
-from whiflash_train.runner import artifact_paths, load_target
+from whiflash_train.runner import load_drafters, load_target
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -36,7 +35,7 @@ console = Console()
 @entry_point("profile_costs", root=ROOT)
 def main(cfg: DictConfig) -> None:
     target = load_target(cfg)
-    runners, _ = load_runners(artifact_paths(cfg), target)
+    runners, _ = load_drafters(cfg, target)
     costs, measurements = profile(target, runners, cfg.costs)
     path = Path(cfg.paths.costs)
     save_costs(path, costs, measurements=measurements)

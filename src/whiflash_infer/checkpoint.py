@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whiflash_infer.artifacts import new_artifact, read_json, read_manifest, write_json
-from whiflash_infer.errors import ArtifactError
+from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.nets.shape import DrafterShape
@@ -42,6 +42,12 @@ _SHAPE_FIELDS = {
 
 def save_drafter(path: Path, net: Drafter, manifest: Mapping[str, Any], *, token_ids: dict) -> None:
     """Write a drafter folder atomically. token_ids: bos, eos and pad ids of the target."""
+    shape = net.config.shape
+    if isinstance(net, DiffusionDrafter) and shape.target_hidden_size != shape.hidden_size:
+        raise UserError(
+            f"a diffusion drafter's hidden_size {shape.hidden_size} must be the target's "
+            f"{shape.target_hidden_size}: the published format has no field for another"
+        )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = _ar_config(net) if isinstance(net, ARDrafter) else _diffusion_config(net)

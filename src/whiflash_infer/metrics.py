@@ -146,5 +146,5 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": float(np.quantile(values, 0.5)), "p95": float(np.quantile(values, 0.95))}
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def _ratio(numerator: float | int, denominator: float | int) -> float:
     return numerator / denominator if denominator else 0.0

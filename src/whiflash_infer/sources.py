@@ -26,6 +26,7 @@ _CHATML = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SPECIALS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|unk|>"]
 
 
 class Source(Protocol):
@@ -70,7 +71,7 @@ class PackagedGGUF:
         # The loaded weights are plain float32, but the model still says "gguf" and so cannot be
         # saved; a fresh model of the same config can.
         config = loaded.config
-        del config.quantization_config
+        delattr(config, "quantization_config")
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(loaded.state_dict())
         model.generation_config = loaded.generation_config
@@ -119,9 +120,9 @@ class RandomTiny:
             head_dim=self.hidden_size // 4,
             max_position_embeddings=2048,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=_SPECIALS.index("<|pad|>"),
+            bos_token_id=_SPECIALS.index("<|im_start|>"),
+            eos_token_id=_SPECIALS.index("<|im_end|>"),
             initializer_range=0.3,
             tie_word_embeddings=True,
         )
@@ -133,14 +134,13 @@ class RandomTiny:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, after five special tokens; renders ChatML."""
-    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|unk|>"]
-    vocab = {token: i for i, token in enumerate(specials)}
+    vocab = {token: i for i, token in enumerate(_SPECIALS)}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[symbol] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in specials])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in _SPECIALS])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",

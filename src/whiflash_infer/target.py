@@ -83,8 +83,7 @@ class Target:
         self._captured: dict[int | str, Tensor] = {}
         self._cache_argument = _cache_argument(model)
         for layer_id in self.tap_layer_ids:
-            layer = self._decoder.layers[layer_id]  # pyright: ignore
-            layer.register_forward_hook(self._capture_output(layer_id))
+            self.layer(layer_id).register_forward_hook(self._capture_output(layer_id))
         self._head.register_forward_pre_hook(self._capture_head_input)
 
     @classmethod
@@ -101,9 +100,8 @@ class Target:
         """Load a Hugging Face id or local folder. dtype: auto | float32 | bfloat16."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=resolve_dtype(dtype, device), **options
-        )
+        options["dtype"] = resolve_dtype(dtype, device)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
         return cls(model.to(device), tokenizer, name=name, tap_layer_ids=tap_layer_ids)
 
     @property
@@ -136,10 +134,8 @@ class Target:
             self.config.eos_token_id,
             self.tokenizer.eos_token_id,
         )
-        ids: set[int] = set()
-        for value in named:
-            ids.update(value if isinstance(value, list | tuple) else [value])
-        return frozenset(i for i in ids if i is not None)
+        flat = [v if isinstance(v, list | tuple) else [v] for v in named]
+        return frozenset(i for ids in flat for i in ids if isinstance(i, int))
 
     @property
     def max_length(self) -> int:

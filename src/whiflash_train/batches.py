@@ -74,7 +74,7 @@ class TrainingBatches(IterableDataset):
         rows: Dataset,
         *,
         batch_size: int,
-        num_anchors: int,
+        num_anchors: int | None,
         seed: int,
         start_step: int,
         num_steps: int,

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from whiflash_infer.errors import UserError
 
 _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 2, 130
+_INFORMATION = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version"}
 
 
 def entry_point(
@@ -50,7 +51,8 @@ def entry_point(
             quiet_libraries()
             arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
             try:
-                check_keys(folder, config_name, arguments)
+                if not _INFORMATION & set(sys.argv):
+                    check_keys(folder, config_name, arguments)
             except UserError as error:
                 _stop(str(error), _EXIT_USER_ERROR)
             run(guarded)()

@@ -27,10 +27,9 @@ from whiflash_infer.report import write_report
 from whiflash_infer.router import Router, load_router
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN
-from whiflash_train.drafters import load_runners
 from whiflash_train.loggers import log_evaluation
 from whiflash_train.prompts import Tally, read_prompts, take_evenly
-from whiflash_train.runner import artifact_paths, load_target
+from whiflash_train.runner import load_drafters, load_target
 
 console = Console()
 MADE_BY = "python train.py task=router"
@@ -113,7 +112,7 @@ def load_all(
 ) -> tuple[Target, dict[str, DraftRunner], Router]:
     """Target, drafters and router, each refused when it was not made for the others."""
     target = load_target(cfg)
-    runners, lineage = load_runners(artifact_paths(cfg), target)
+    runners, lineage = load_drafters(cfg, target)
     path = Path(cfg.checkpoint)
     router = load_router(
         path,

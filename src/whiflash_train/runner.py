@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 
 from whiflash_infer.artifacts import read_json, require_match, write_json
 from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
+from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.drafters.load import load_runners
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
 from whiflash_train.module import TraineeModule, cosine_with_warmup
@@ -73,6 +75,12 @@ def apply_threads(cfg: DictConfig) -> None:
 
 def artifact_paths(cfg: DictConfig) -> dict[str, Path]:
     return {name: Path(path) for name, path in cfg.paths.items()}
+
+
+def load_drafters(cfg: DictConfig, target: Target) -> tuple[dict[str, DraftRunner], dict[str, Any]]:
+    """Both exported drafters of the configured folders."""
+    paths = artifact_paths(cfg)
+    return load_runners(paths["ar_drafter"], paths["diffusion_drafter"], target)
 
 
 def configured_costs(cfg: DictConfig, target: Target) -> CostModel:

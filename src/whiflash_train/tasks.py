@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -37,6 +37,8 @@ from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 TASKS = ("ar_drafter", "diffusion_drafter", "router")
 ROUNDS_MADE_BY = "python data_prep/log_rounds.py"
+# Settings are checked also outside tests; an int is a fine float there, as it is in YAML.
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Trainee:
     callbacks: list[Callback] = field(default_factory=list)
 
 
-@beartype
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
     """How long and how fast a task is trained."""
@@ -91,7 +93,7 @@ class FitSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 or more")
 
 
-@beartype
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ARDrafterTask:
     fit: FitSettings
@@ -136,7 +138,7 @@ class ARDrafterTask:
         return trainee
 
 
-@beartype
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DiffusionDrafterTask:
     fit: FitSettings
@@ -178,13 +180,13 @@ class DiffusionDrafterTask:
         return _drafter_trainee(self, workspace, target, net, objective, manifest, extra)
 
 
-@beartype
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RouterTask:
     """lam: the price in tokens a second, or `auto` for the one that maximises throughput."""
 
     fit: FitSettings
-    lam: float | int | Literal["auto"]
+    lam: float | Literal["auto"]
     width: int
     adaptive_length: bool
     switch_margin: float
@@ -211,9 +213,9 @@ class RouterTask:
         validation = ReplayValidation(
             splits["validation"],
             costs,
-            lam=self.lam,
+            lam="auto" if self.lam == "auto" else float(self.lam),
             adaptive_length=self.adaptive_length,
-            switch_margin=self.switch_margin,
+            switch_margin=float(self.switch_margin),
         )
 
         def export(path: Path, metrics: Mapping[str, float]) -> None:

@@ -50,7 +50,7 @@ def start_diffusion(net: DiffusionDrafter, target: Target) -> None:
             f"num_layers {len(net.layers)} exceeds the target's {target.num_layers}: init=target "
             "copies one target layer for each; use fewer, or init=random"
         )
-    for index, layer in enumerate(net.layers):
+    for index, layer in enumerate(net.decoder_layers):
         source = target.layer(first + index)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _copy(getattr(layer.self_attn, name), source, f"self_attn.{name}")

@@ -137,7 +137,8 @@ def test_dense_labels_equal_what_the_decoder_accepts_at_every_visited_position(
     for done in visited:
         assert done.accepted == min(labels[done.arm][done.position], done.num_draft)
     # The comparison means something only if drafts of several lengths were accepted.
-    assert len({done.accepted for done in visited}) >= 3
+    assert len({done.accepted for done in visited}) >= 2
+    assert max(done.accepted for done in visited) >= 3
 
 
 def test_trained_drafters_leave_the_greedy_text_in_fewer_rounds(

@@ -9,7 +9,7 @@ import torch
 from whiflash_infer.costs import CostModel, DeviceIdentity, fit_line, fit_verify
 from whiflash_infer.nets.router import RouterConfig, RouterNet, expected_tokens, hazard_loss
 from whiflash_infer.policies import EntropyPolicy, HazardPolicy, StaticPolicy
-from whiflash_infer.replay import calibrate_entropy, replay, replay_one, solve_price
+from whiflash_infer.replay import ReplayResult, calibrate_entropy, replay, replay_one, solve_price
 from whiflash_infer.rounds import ConversationRounds
 from whiflash_infer.types import Decision, RoundState
 
@@ -83,19 +83,15 @@ def test_the_price_is_the_throughput_it_achieves_and_no_other_price_does_better(
             net = RouterNet(RouterConfig(num_features=6, width=2, max_draft=MAX_DRAFT))
             super().__init__(net, costs(), lam=lam)
 
-    def run(lam: float):
-        total = None
+    def run(lam: float) -> ReplayResult:
+        total = ReplayResult()
         for text in texts:
             gains = np.zeros((len(text), 2, 4))
             for row, (a, d) in enumerate(zip(*text.accepted.values(), strict=True)):
                 for k in range(4):
                     gains[row, 0, k] = 1 + min(a, k)
                     gains[row, 1, k] = 1 + min(d, k)
-            one = replay_one(Knowing(lam), list(gains), text, costs(), MAX_DRAFT)
-            if total is None:
-                total = one
-            else:
-                total.add(one)
+            total.add(replay_one(Knowing(lam), list(gains), text, costs(), MAX_DRAFT))
         return total
 
     trace = solve_price(run)

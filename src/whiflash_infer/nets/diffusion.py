@@ -14,11 +14,13 @@ Attribute names are the tensor names of the published z-lab format (`DFlashDraft
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from whiflash_infer.cache import KVStore
 from whiflash_infer.nets.layers import (
     GatedMLP,
     RMSNorm,
@@ -44,11 +46,6 @@ class DiffusionDrafterConfig:
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise ValueError(f"block_size {self.block_size} must be 2 or more, the anchor included")
-        if self.shape.target_hidden_size != self.shape.hidden_size:
-            raise ValueError(
-                f"hidden_size {self.shape.hidden_size} must be the target's "
-                f"{self.shape.target_hidden_size}: the published format has no field for another"
-            )
         if not 0 <= self.mask_token_id < self.shape.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
@@ -112,6 +109,11 @@ class DiffusionDrafter(nn.Module):
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
+    @property
+    def decoder_layers(self) -> list[_Layer]:
+        """`layers` with its type, which a ModuleList does not carry."""
+        return cast("list[_Layer]", list(self.layers))
+
     def fuse(self, taps: Float[Tensor, "*N E"]) -> Float[Tensor, "*N D"]:
         return self.hidden_norm(self.fc(taps))
 
@@ -120,18 +122,18 @@ class DiffusionDrafter(nn.Module):
     ) -> list[tuple[Float[Tensor, "*N G d"], Float[Tensor, "*N G d"]]]:
         """Keys and values of context positions, one pair a layer; all a caught-up row needs."""
         fused, angles = self.fuse(taps), self.rotary(positions)
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions = [layer.self_attn for layer in self.decoder_layers]
         return [(a.keys(fused, angles), a.values(fused)) for a in attentions]
 
     def block_cached(
         self,
         embeds: Float[Tensor, "S D"],
         positions: Int[Tensor, " S"],
-        stores: list,
+        stores: list[KVStore],
     ) -> Float[Tensor, "S D"]:
         """Denoise one block against caches of the context; leaves the caches as they were."""
         x, angles = embeds, self.rotary(positions)
-        for layer, store in zip(self.layers, stores, strict=True):
+        for layer, store in zip(self.decoder_layers, stores, strict=True):
             normed = layer.input_layernorm(x)
             length = store.length
             keys, values = store.append(
@@ -156,7 +158,7 @@ class DiffusionDrafter(nn.Module):
         slots = torch.arange(block_embeds.shape[2], device=taps.device)
         angles = self.rotary(anchors[..., None] + slots)
         x = block_embeds
-        for layer, (keys, values) in zip(self.layers, context, strict=True):
+        for layer, (keys, values) in zip(self.decoder_layers, context, strict=True):
             normed = layer.input_layernorm(x)
             attention = layer.self_attn
             attended = attend_shared_and_own(

@@ -19,16 +19,16 @@ from whiflash_infer.types import AR, DIFFUSION
 
 
 def load_runners(
-    paths: Mapping[str, Path], target: Target
+    ar_drafter: Path, diffusion_drafter: Path, target: Target
 ) -> tuple[dict[str, DraftRunner], dict[str, Any]]:
-    """The runners by arm, and for each arm what identifies its drafter.
+    """The runners by arm, from two drafter folders, and for each arm what identifies its drafter.
 
     Raises: ArtifactError when a drafter is missing or was trained for another target or other taps.
     """
     runners: dict[str, DraftRunner] = {}
     lineage: dict[str, Any] = {}
-    for arm, task in ((AR, "ar_drafter"), (DIFFUSION, "diffusion_drafter")):
-        path, made_by = paths[task], f"python train.py task={task}"
+    for arm, path in ((AR, ar_drafter), (DIFFUSION, diffusion_drafter)):
+        made_by = f"python train.py task={arm}_drafter"
         net, manifest = load_drafter(
             path, made_by=made_by, dtype=target.dtype, device=target.device
         )
