@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -54,7 +54,8 @@ def evaluate(cfg: DictConfig, *, prompts: Path) -> None:
     }
     folder = Path(cfg.paths.evaluation)
     write_outputs(folder, metrics, answers, questions, target)
-    log_evaluation(cfg.logger, str(folder), metrics)
+    settings: Any = OmegaConf.to_container(cfg.logger, resolve=True)
+    log_evaluation(settings, str(folder), metrics)
     show(metrics)
     if cfg.evaluate.note:
         console.print(cfg.evaluate.note)
@@ -289,7 +290,7 @@ def show(metrics: dict[str, Any]) -> None:
         f"{facts['prompts']} prompts, temperature {facts['temperature']:g}"
     )
     table = Table(title=title)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in ("tokens/s", "speed-up", "95 % interval", "tau", "arms", "switches", "identical"):
         table.add_column(name, justify="right", no_wrap=True)
     policies = metrics["policies"]
@@ -300,7 +301,7 @@ def show(metrics: dict[str, Any]) -> None:
         table.add_row(f"[bold]{category}[/bold]")
         for policy, report in policies.items():
             table.add_row(f"  {policy}", *_cells(report["by_category"][category]))
-    wide = Console(width=max(console.width, 110))
+    wide = Console(width=max(console.width, 132))
     wide.print(table)
     _show_time_split(policies, wide)
     _show_verdict(policies)

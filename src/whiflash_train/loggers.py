@@ -43,6 +43,12 @@ def wandb_logger(
     return logger
 
 
+def close_logger(logger: Logger | None) -> None:
+    """End a W&B run, so that the next run of a sweep in this process is one of its own."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish()
+
+
 def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
@@ -52,7 +58,7 @@ def _has_wandb_key() -> bool:
         return False
 
 
-def log_evaluation(settings: Any, folder: str, metrics: dict[str, Any]) -> None:
+def log_evaluation(settings: dict[str, Any], folder: str, metrics: dict[str, Any]) -> None:
     """Send an evaluation to W&B when `logger=wandb`: numbers by policy, and the files."""
     if settings.get("_target_", "").endswith("wandb_logger"):
         options = {k: v for k, v in settings.items() if k != "_target_"}
@@ -68,4 +74,4 @@ def log_evaluation(settings: Any, folder: str, metrics: dict[str, Any]) -> None:
         logger.experiment.log(scalars)
         for name in ("report.html", "metrics.json"):
             logger.experiment.save(str(Path(folder) / name), base_path=folder)
-        logger.experiment.finish()
+        close_logger(logger)

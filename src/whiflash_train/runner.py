@@ -28,6 +28,7 @@ from whiflash_infer.drafters.base import DraftRunner
 from whiflash_infer.drafters.load import load_runners
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
+from whiflash_train.loggers import close_logger
 from whiflash_train.module import TraineeModule, cosine_with_warmup
 from whiflash_train.tasks import (
     TASKS,
@@ -135,6 +136,8 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
         trainer.fit(module, datamodule=_Batches(trainee), ckpt_path=last)
     except SystemExit:  # how Lightning ends after Ctrl-C
         raise KeyboardInterrupt from None
+    finally:
+        close_logger(trainer.logger)
     metrics = _keep_best(module, checkpoints)
     metrics["minutes"] = (time.perf_counter() - started) / 60
     destination = _destination(cfg, output_dir)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -21,13 +21,22 @@ class SweepTable(Callback):
         manifests = sorted(folder.glob(f"*/{config.task}/{MANIFEST}"))
         if not manifests:
             return
+        overrides = [set(OmegaConf.load(_run(p) / ".hydra/overrides.yaml")) for p in manifests]
+        shared = set.intersection(*overrides)
         table = Table(title=f"{config.task}: {len(manifests)} runs in {folder}")
         table.add_column("run")
+        table.add_column("overrides")
         for title in ("price lam", "replayed tokens/s", "tokens/round", "switches/100 rounds"):
             table.add_column(title, justify="right")
-        for path in manifests:
-            table.add_row(path.parent.parent.name, *_cells(read_json(path)))
+        for path, mine in zip(manifests, overrides, strict=True):
+            label = " ".join(sorted(mine - shared))
+            table.add_row(_run(path).name, label, *_cells(read_json(path)))
         Console().print(table)
+
+
+def _run(manifest: Path) -> Path:
+    """The run's folder, of the manifest of its artefact."""
+    return manifest.parent.parent
 
 
 def _cells(manifest: dict[str, Any]) -> list[str]:

@@ -186,7 +186,7 @@ class RouterTask:
     """lam: the price in tokens a second, or `auto` for the one that maximises throughput."""
 
     fit: FitSettings
-    lam: float | Literal["auto"]
+    lam: float | int | Literal["auto"]
     width: int
     adaptive_length: bool
     switch_margin: float

@@ -43,7 +43,11 @@ def start_head(net: ARDrafter, target: Target, *, trainable: bool) -> None:
 
 @torch.no_grad()
 def start_diffusion(net: DiffusionDrafter, target: Target) -> None:
-    """Copy the target's last layers, one each; the per-head norms start at the rows' usual size."""
+    """Copy the target's last layers, one each, so that attention starts as the target's own.
+
+    The context stream is normed like the input of the first copied layer. Per-head norms that the
+    target does not have start at the size of its queries and keys.
+    """
     first = target.num_layers - len(net.layers)
     if first < 0:
         raise UserError(
@@ -55,10 +59,29 @@ def start_diffusion(net: DiffusionDrafter, target: Target) -> None:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _copy(getattr(layer.self_attn, name), source, f"self_attn.{name}")
         _copy_mlp(layer.mlp, source)
-        layer.input_layernorm.weight.copy_(_weight(source, "input_layernorm"))
+        input_norm = _weight(source, "input_layernorm")
+        layer.input_layernorm.weight.copy_(input_norm)
         layer.post_attention_layernorm.weight.copy_(_post_attention_norm(source))
+        for name in ("q", "k"):
+            _start_head_norm(getattr(layer.self_attn, f"{name}_norm"), source, name, input_norm)
+        if index == 0:
+            net.hidden_norm.weight.copy_(input_norm)
     net.norm.weight.copy_(_norm_weight(target.final_norm))
     _start_fc(net.fc, net.config.shape.hidden_size)
+
+
+def _start_head_norm(norm: nn.Module, source: nn.Module, name: str, input_norm: Tensor) -> None:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    if hasattr(source.get_submodule("self_attn"), f"{name}_norm"):
+        weight.copy_(_weight(source, f"self_attn.{name}_norm"))
+    else:
+        weight.fill_(_typical_size(_weight(source, f"self_attn.{name}_proj"), input_norm))
+
+
+def _typical_size(projection: Tensor, input_norm: Tensor) -> float:
+    """Root mean square of a projection's outputs for normed inputs of independent channels."""
+    return float((projection.float() * input_norm).pow(2).sum(1).mean().sqrt())
 
 
 def _start_fc(fc: nn.Linear, hidden: int) -> None:
@@ -77,7 +100,7 @@ def _copy_mlp(mlp: nn.Module, source: nn.Module) -> None:
 
 def _weight(module: nn.Module, name: str) -> Tensor:
     found = module.get_submodule(name)
-    return _norm_weight(found) if name.endswith("layernorm") else found.weight  # pyright: ignore
+    return _norm_weight(found) if name.endswith("norm") else found.weight  # pyright: ignore
 
 
 def _norm_weight(norm: nn.Module) -> Tensor:
