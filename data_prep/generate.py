@@ -59,9 +59,9 @@ def main(cfg: DictConfig) -> None:
     answers = read_answers(side_file)
     if answers:
         console.print(f"going on after {len(answers)} answers of an interrupted run")
-    for job, answer in answer_all(jobs, answers, target, settings, cfg.seed):
-        append_line(side_file, {"id": job.prompt.id, "answer": answer})
-        answers[job.prompt.id] = answer
+    for batch in answer_all(jobs, answers, target, settings, cfg.seed):
+        append_lines(side_file, batch)
+        answers |= batch
     counts = write(path, jobs, answers, target, tally, fingerprint, cfg)
     side_file.unlink(missing_ok=True)
     console.print(f"{tally}; {counts}")
@@ -76,8 +76,8 @@ def choose_splits(settings: DictConfig, tally: Tally) -> dict[str, list[Prompt]]
     if source == "builtin":
         validation = read_prompts(source, builtin=PROMPTS, split="validation", tally=tally)
     else:
-        prompts, validation = hold_out(prompts, settings.validation_fraction)
-    train, router = hold_out(prompts, settings.router_fraction)
+        prompts, validation = hold_out(prompts, settings.validation_fraction, purpose="validation")
+    train, router = hold_out(prompts, settings.router_fraction, purpose="router")
     splits = {"train": train, "router": router, "validation": validation}
     for name, rows in splits.items():
         if not rows:
@@ -111,11 +111,15 @@ def answer_all(
     target: Target,
     settings: DictConfig,
     seed: int,
-) -> Iterator[tuple[Job, list[int]]]:
-    """Answer what is not answered yet, in batches of prompts of like length."""
-    open_jobs = sorted(
-        (j for j in jobs if j.prompt.id not in answers), key=lambda j: (len(j.ids), j.prompt.id)
-    )
+) -> Iterator[dict[str, list[int]]]:
+    """Answers by prompt id, a batch of prompts of like length at a time.
+
+    Which prompts share a batch does not depend on what is answered already: rounding follows the
+    batch, so a resumed run gives the very answers of a straight one.
+    """
+    ordered = sorted(jobs, key=lambda j: (len(j.ids), j.prompt.id))
+    size = settings.batch_size
+    batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     columns = (
         TextColumn("answering"),
         BarColumn(),
@@ -124,19 +128,20 @@ def answer_all(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("answering", total=len(jobs), completed=len(answers), rate=0.0)
+        bar = progress.add_task("answering", total=len(jobs), rate=0.0)
         started, produced = time.perf_counter(), 0
-        for start in range(0, len(open_jobs), settings.batch_size):
-            batch = open_jobs[start : start + settings.batch_size]
-            outputs = answer_batch(
-                target,
-                [j.ids for j in batch],
-                max_new_tokens=settings.max_new_tokens,
-                temperature=settings.temperature,
-                seed=seed + start,
-            )
-            produced += sum(len(o) for o in outputs)
-            yield from zip(batch, outputs, strict=True)
+        for index, batch in enumerate(batches):
+            if any(job.prompt.id not in answers for job in batch):
+                outputs = answer_batch(
+                    target,
+                    [job.ids for job in batch],
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=settings.temperature,
+                    seed=seed + index,
+                )
+                produced += sum(len(output) for output in outputs)
+                ids = [job.prompt.id for job in batch]
+                yield dict(zip(ids, outputs, strict=True))
             rate = produced / (time.perf_counter() - started)
             progress.update(bar, advance=len(batch), rate=rate)
 
@@ -202,10 +207,12 @@ def read_answers(side_file: Path) -> dict[str, list[int]]:
     return found
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def append_lines(path: Path, answers: dict[str, list[int]]) -> None:
+    """Append a batch and wait for the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": id_, "answer": answer}) + "\n" for id_, answer in answers.items()]
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.write("".join(lines))
         file.flush()
         os.fsync(file.fileno())
 

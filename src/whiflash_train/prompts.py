@@ -99,11 +99,16 @@ def take_evenly(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [p for p in prompts if p.id in picked]
 
 
-def hold_out(prompts: list[Prompt], fraction: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Split off a fraction by a hash of the id: stable when rows are added or reordered."""
+def hold_out(
+    prompts: list[Prompt], fraction: float, *, purpose: str
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Split off a fraction by a hash of the id: stable when rows are added or reordered.
+
+    The purpose enters the hash, so that splits for two purposes are independent of each other.
+    """
 
     def share(prompt: Prompt) -> float:
-        digest = hashlib.sha256(prompt.id.encode()).digest()
+        digest = hashlib.sha256(f"{purpose}:{prompt.id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
     held = [p for p in prompts if share(p) < fraction]

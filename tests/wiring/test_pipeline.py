@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_from_disk
 
 from whiflash_infer.errors import UserError
 from whiflash_train.entry import check_keys
@@ -48,11 +49,11 @@ def run(folder: Path, command: str) -> str:
     return done.out
 
 
-def attempt(folder: Path, command: str) -> Outcome:
+def attempt(folder: Path, command: str, *, target: str = "tiny") -> Outcome:
     """What typing the command in `folder` does, without the seconds that a new process imports."""
     script, *options = command.split()
     out, err = io.StringIO(), io.StringIO()
-    argv = [script, *options, *common(folder)]
+    argv = [script, *options, *common(folder, target)]
     status = 0
     with chdir(folder), redirect_stdout(out), redirect_stderr(err), patched_argv(argv):
         try:
@@ -71,8 +72,8 @@ def patched_argv(argv: list[str]) -> Iterator[None]:
         sys.argv = old
 
 
-def common(folder: Path) -> list[str]:
-    return ["target=tiny", "experiment=tiny", f"paths.cache={folder.parent}/cache"]
+def common(folder: Path, target: str = "tiny") -> list[str]:
+    return [f"target={target}", "experiment=tiny", f"paths.cache={folder.parent}/cache"]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +209,46 @@ def test_an_unknown_key_in_an_experiment_file_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"router.fit.learing_rate \(experiment file\).*_rate\?"):
         check_keys(tmp_path / "conf", "train", ["task=router", "experiment=typo"])
+
+
+def test_answers_of_an_interrupted_run_are_kept_and_completed(workplace: Path) -> None:
+    folder = workplace / "artifacts/tiny/conversations"
+    before = manifest(workplace, "conversations")
+    splits = ("train", "router", "validation")
+    complete = {split: load_from_disk(str(folder / split)).to_list() for split in splits}
+    rows = [row for part in complete.values() for row in part]
+    rows.sort(key=lambda row: (row["loss_mask"].count(False), row["id"]))
+    side_file = folder.with_name(f".answers-{before['fingerprint']}.jsonl")
+    kept = [
+        json.dumps({"id": row["id"], "answer": row["input_ids"][row["loss_mask"].index(True) :]})
+        for row in rows[:70]
+    ]
+    side_file.write_text("\n".join(kept) + '\n{"id": "half-written", "ans')
+    shutil.rmtree(folder)
+    output = run(workplace, "data_prep/generate.py")
+    assert "going on after 70 answers" in output
+    again = {split: load_from_disk(str(folder / split)).to_list() for split in splits}
+    assert again == complete
+    assert manifest(workplace, "conversations")["counts"] == before["counts"]
+    assert not side_file.exists()
+
+
+def test_a_local_folder_serves_as_target_and_a_file_as_prompts(workplace: Path) -> None:
+    source = next((workplace.parent / "cache/targets").iterdir())
+    rows = [{"prompt": f"Question {i}?", "category": "own"} for i in range(40)]
+    (workplace / "own.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    done = attempt(
+        workplace,
+        f"data_prep/generate.py target.path={source} target.name=mine "
+        "target.tap_layer_ids=[1,3,4] target.mask_token_id=3 generate.source=own.jsonl "
+        "generate.limit=null generate.validation_fraction=0.2",
+        target="hf",
+    )
+    assert done.status == 0, done.err
+    counts = json.loads((workplace / "artifacts/mine/conversations/manifest.json").read_text())[
+        "counts"
+    ]
+    assert counts["train"] + counts["router"] + counts["validation"] == 40
 
 
 def logged(folder: Path, version: int) -> list[dict[str, str]]:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from whiflash_infer.metrics import Answer, acceptance_by_slot, bootstrap_ratio, cell, summarise
+from whiflash_infer.types import PHASES, Generation, Round
+
+
+def a_round(arm: str, drafted: int, accepted: int, *, switched: bool = False) -> Round:
+    """Ten milliseconds in every phase."""
+    return Round(
+        position=0,
+        arm=arm,
+        num_draft=drafted,
+        accepted=accepted,
+        committed=accepted + 1,
+        lag=0,
+        switched=switched,
+        reason="",
+        seconds=dict.fromkeys(PHASES, 0.01),
+    )
+
+
+def answer(policy: str, rounds: list[Round], *, seconds: float, prompt: str = "a") -> Answer:
+    tokens = 1 + sum(r.committed for r in rounds)
+    generation = Generation(
+        prompt_length=3,
+        output_ids=torch.arange(tokens),
+        rounds=rounds,
+        prefill_seconds=0.5,
+        decode_seconds=seconds,
+    )
+    return Answer(prompt, "chat", policy, generation)
+
+
+def test_a_cell_holds_the_numbers_worked_by_hand() -> None:
+    plain = [answer("plain", [a_round("plain", 0, 0)] * 6, seconds=0.6)]
+    rounds = [a_round("ar", 4, 3), a_round("ar", 4, 0), a_round("plain", 0, 0, switched=True)]
+    found = cell([answer("x", rounds, seconds=0.2)], plain, bootstrap=50, seed=0)
+    assert found["tokens"] == 6
+    assert found["rounds"] == 3
+    assert found["tokens_per_s"] == pytest.approx(30.0)
+    assert found["speedup"] == pytest.approx(3.0)
+    assert found["tau"] == pytest.approx(2.0)
+    assert found["arm_ratio"] == {"ar": pytest.approx(2 / 3), "plain": pytest.approx(1 / 3)}
+    assert found["switches_per_100_rounds"] == pytest.approx(100 / 3)
+    assert found["prefill_seconds"] == 0.5
+    # 3 rounds x 10 ms a phase of 200 ms; 50 ms lie between the phases
+    assert found["time_split"]["verify"] == pytest.approx(0.15)
+    assert found["time_split"]["host"] == pytest.approx(0.25)
+    assert found["round_ms"]["p50"] == pytest.approx(50.0)
+    assert found["identical"] == 1.0
+
+
+def test_tau_is_pooled_over_rounds_and_also_a_mean_of_prompts() -> None:
+    many = answer("x", [a_round("ar", 4, 0)] * 9, seconds=1.0, prompt="a")
+    few = answer("x", [a_round("ar", 4, 4)], seconds=1.0, prompt="b")
+    found = cell([many, few], [many, few], bootstrap=10, seed=0)
+    assert found["tau"] == pytest.approx((9 * 1 + 5) / 10)
+    assert found["tau_prompt_mean"] == pytest.approx((1 + 5) / 2)
+
+
+def test_acceptance_of_a_slot_is_the_share_of_drafts_made_there() -> None:
+    rounds = [a_round("ar", 3, 3), a_round("ar", 3, 1), a_round("ar", 1, 0), a_round("plain", 0, 0)]
+    assert acceptance_by_slot(rounds) == {"ar": [2 / 3, 1 / 2, 1 / 2]}
+
+
+def test_the_interval_covers_the_ratio_and_is_a_point_for_equal_prompts() -> None:
+    rng = np.random.default_rng(0)
+    plain = np.stack([np.full(40, 50.0), rng.uniform(1.8, 2.2, 40)], axis=1)
+    own = np.stack([np.full(40, 50.0), plain[:, 1] / rng.uniform(1.1, 1.5, 40)], axis=1)
+    low, high = bootstrap_ratio(own, plain, resamples=500, seed=0)
+    ratio = plain[:, 1].sum() / own[:, 1].sum()
+    assert low < ratio < high
+    assert high - low < 0.2
+    assert bootstrap_ratio(plain, plain, resamples=50, seed=0) == [1.0, 1.0]
+
+
+def test_the_summary_pairs_prompts_whatever_order_they_were_answered_in() -> None:
+    one = [a_round("plain", 0, 0)] * 2
+    answers = [
+        answer("plain", one, seconds=0.1, prompt="b"),
+        answer("x", one, seconds=0.2, prompt="a"),
+        answer("x", one, seconds=0.1, prompt="b"),
+        answer("plain", one, seconds=0.4, prompt="a"),
+    ]
+    report = summarise(answers, bootstrap=20, seed=0)
+    assert report["x"]["overall"]["speedup"] == pytest.approx(0.5 / 0.3)
+    assert report["plain"]["by_category"]["chat"]["speedup"] == 1.0
