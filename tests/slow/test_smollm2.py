@@ -23,7 +23,7 @@ from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 pytestmark = pytest.mark.slow
 PROMPTS = Path(__file__).parents[2] / "data_prep" / "prompts"
-TAPS, NEW = [1, 14, 26], 48
+TAPS, NEW = [1, 14, 26], 40
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
 @pytest.fixture(scope="module")
 def prompts(smollm2: Target) -> list[list[int]]:
     rows = read_prompts("builtin", builtin=PROMPTS, split="evaluation", tally=Tally())
-    return [smollm2.render_prompt(p.messages) for p in take_evenly(rows, 4)]
+    return [smollm2.render_prompt(p.messages) for p in take_evenly(rows, 3)]
 
 
 @pytest.fixture(scope="module")
