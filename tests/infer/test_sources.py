@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,8 @@ def test_taps_are_the_outputs_of_the_layers_asked_for(target: Target) -> None:
 
 
 def test_stop_tokens_are_the_union_of_all_that_name_them(target: Target) -> None:
-    generation_config = target.model.generation_config  # pyright: ignore
+    model: Any = target.model
+    generation_config = model.generation_config
     before = generation_config.eos_token_id
     generation_config.eos_token_id = [2, 7]
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 
 from whiflash_infer.errors import UserError
 from whiflash_train.entry import check_keys
@@ -211,11 +211,17 @@ def test_an_unknown_key_in_an_experiment_file_is_named(tmp_path: Path) -> None:
         check_keys(tmp_path / "conf", "train", ["task=router", "experiment=typo"])
 
 
+def rows_of(path: Path) -> list[dict]:
+    found = load_from_disk(str(path))
+    assert isinstance(found, Dataset)
+    return found.to_list()
+
+
 def test_answers_of_an_interrupted_run_are_kept_and_completed(workplace: Path) -> None:
     folder = workplace / "artifacts/tiny/conversations"
     before = manifest(workplace, "conversations")
     splits = ("train", "router", "validation")
-    complete = {split: load_from_disk(str(folder / split)).to_list() for split in splits}
+    complete = {split: rows_of(folder / split) for split in splits}
     rows = [row for part in complete.values() for row in part]
     rows.sort(key=lambda row: (row["loss_mask"].count(False), row["id"]))
     side_file = folder.with_name(f".answers-{before['fingerprint']}.jsonl")
@@ -227,7 +233,7 @@ def test_answers_of_an_interrupted_run_are_kept_and_completed(workplace: Path) -
     shutil.rmtree(folder)
     output = run(workplace, "data_prep/generate.py")
     assert "going on after 70 answers" in output
-    again = {split: load_from_disk(str(folder / split)).to_list() for split in splits}
+    again = {split: rows_of(folder / split) for split in splits}
     assert again == complete
     assert manifest(workplace, "conversations")["counts"] == before["counts"]
     assert not side_file.exists()
