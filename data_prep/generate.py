@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> None:
     jobs = render(splits, target, settings.max_prompt_tokens, tally)
     identity = target.identity()
     fingerprint = json_hash(
-        [identity.manifest(), OmegaConf.to_container(settings), [j.ids for j in jobs]]
+        [identity.manifest(), OmegaConf.to_container(settings), cfg.seed, [j.ids for j in jobs]]
     )
     path = Path(cfg.paths.conversations)
     side_file = path.with_name(f".answers-{fingerprint}.jsonl")

@@ -65,10 +65,6 @@ class CostModel:
         drafting = np.asarray(self.draft[arm][: max_draft + 1])
         return total + drafting + per_pass + per_token * lag
 
-    @property
-    def max_width(self) -> int:
-        return len(self.verify)
-
 
 def fit_verify(
     samples: Mapping[int, Mapping[int, float]],

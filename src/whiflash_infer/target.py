@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Sequence
@@ -160,6 +161,7 @@ class Target:
             rope_parameters=_rope_parameters(c),
         )
 
+    @functools.cache  # noqa: B019 - a target lives as long as its process, and never changes
     def identity(self) -> TargetIdentity:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         tokenizer = backend.to_str() if backend is not None else self.tokenizer.get_vocab()
