@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from whiflash_infer.artifacts import json_hash
 from whiflash_infer.cache import TargetCache
+from whiflash_infer.chat import Chat, ChatOptions, find_stop_ids
 from whiflash_infer.errors import UserError
 from whiflash_infer.nets.shape import DrafterShape, check_tap_layer_ids
 from whiflash_infer.types import TargetRows, TeacherRows
@@ -67,12 +68,20 @@ class Target:
     """Wraps a loaded model. Layer taps and the head's input are captured by forward hooks."""
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, *, name: str, tap_layer_ids: Sequence[int]
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        name: str,
+        tap_layer_ids: Sequence[int],
+        chat_options: ChatOptions | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
         self.name = name
         self.config: PreTrainedConfig = model.config.get_text_config()  # pyright: ignore
+        generation = getattr(model, "generation_config", None)
+        stop_ids = find_stop_ids(generation, self.config, tokenizer)
+        self.chat = Chat(tokenizer, stop_ids, chat_options)
         _refuse_unsupported(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
         try:
@@ -97,13 +106,24 @@ class Target:
         dtype: str = "auto",
         device: str = "cpu",
         trust_remote_code: bool = False,
+        chat_options: ChatOptions | None = None,
     ) -> Target:
         """Load a Hugging Face id or local folder. dtype: auto | float32 | bfloat16."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         options["dtype"] = resolve_dtype(dtype, device)
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-        return cls(model.to(device), tokenizer, name=name, tap_layer_ids=tap_layer_ids)
+        return cls(
+            model.to(device),
+            tokenizer,
+            name=name,
+            tap_layer_ids=tap_layer_ids,
+            chat_options=chat_options,
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.chat.tokenizer
 
     @property
     def device(self) -> torch.device:
@@ -129,14 +149,7 @@ class Target:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Union of the stop tokens named by generation config, model config and tokenizer."""
-        generation = getattr(self.model, "generation_config", None)
-        named = (
-            getattr(generation, "eos_token_id", None),
-            self.config.eos_token_id,
-            self.tokenizer.eos_token_id,
-        )
-        flat = [v if isinstance(v, list | tuple) else [v] for v in named]
-        return frozenset(i for ids in flat for i in ids if isinstance(i, int))
+        return self.chat.stop_ids
 
     @property
     def max_length(self) -> int:
@@ -163,30 +176,15 @@ class Target:
 
     @functools.cache  # noqa: B019 - a target lives as long as its process, and never changes
     def identity(self) -> TargetIdentity:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        tokenizer = backend.to_str() if backend is not None else self.tokenizer.get_vocab()
         volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
         config = {k: v for k, v in self.config.to_dict().items() if k not in volatile}
         return TargetIdentity(
             name=self.name,
             config_hash=json_hash(config),
             weights=_weights_fingerprint(self.model),
-            tokenizer=json_hash(tokenizer),
-            chat_template=json_hash(getattr(self.tokenizer, "chat_template", None)),
+            **self.chat.identity(),
             dtype=str(self.dtype).removeprefix("torch."),
         )
-
-    def render_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise UserError(
-                f"target {self.name} has no chat template, so conversations cannot be rendered: "
-                "use an instruct model, or set tokenizer.chat_template in its folder"
-            )
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def new_cache(self, capacity: int) -> TargetCache:
         return TargetCache(self.num_layers, capacity)

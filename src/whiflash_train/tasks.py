@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from beartype import BeartypeConf, beartype
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -26,19 +25,18 @@ from whiflash_infer.rounds import load_rounds
 from whiflash_infer.router import RouterSettings, save_router
 from whiflash_infer.target import Target
 from whiflash_train.batches import TrainingBatches, validation_batches
-from whiflash_train.conversations import load_conversations
+from whiflash_train.checks import checked
+from whiflash_train.data.conversations import load_conversations
 from whiflash_train.module import Objective
 from whiflash_train.objectives import ar_objective, diffusion_objective, router_objective
 from whiflash_train.replay_validation import ReplayValidation
 from whiflash_train.router_data import RouterBatches, stack_rounds
 from whiflash_train.teacher import Teacher
-from whiflash_train.vocabulary import choose_vocabulary
+from whiflash_train.data.vocabulary import choose_vocabulary
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 TASKS = ("ar_drafter", "diffusion_drafter", "router")
 ROUNDS_MADE_BY = "python data_prep/log_rounds.py"
-# Settings are checked also outside tests; an int is a fine float there, as it is in YAML.
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 @dataclass(frozen=True, kw_only=True)

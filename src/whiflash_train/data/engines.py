@@ -1,0 +1,61 @@
+"""Who writes the answers: the interface of the engines, and the one that runs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+from whiflash_infer.chat import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to be written. id: stable, of the row and the turn. prompt_ids: the rendering."""
+
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """finish: stop, length (cut at the limit), or failed (error says why; nothing else is set).
+
+    ids: the very tokens, with the stop token, where the engine knows them.
+    message: role, content, and where present reasoning_content and tool_calls; where it does not.
+    """
+
+    id: str
+    finish: Literal["stop", "length", "failed"]
+    ids: list[int] | None = None
+    message: Message | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """temperature 0 is greedy. An answer depends on the seed and its job, not on other jobs' fate."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+class Engine(Protocol):
+    def answers(
+        self, jobs: list[Job], done: Container[str], sampling: Sampling
+    ) -> Iterator[list[Answer]]:
+        """Answers to the jobs whose id is not in `done`, some at a time, in any order.
+
+        Every such job gets exactly one answer; one that cannot be had is `failed`.
+        """
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest tells of the engine: its kind, the model, whatever shapes answers."""
+        ...
