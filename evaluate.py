@@ -16,7 +16,7 @@ CHECKS = {None: evaluation.evaluate, "lossless": evaluation.check_lossless}
 def main(cfg: DictConfig) -> None:
     if cfg.check not in CHECKS:
         raise UserError(f"check is {cfg.check!r}: it must be null or lossless")
-    CHECKS[cfg.check](cfg, prompts=ROOT / "data_prep" / "prompts")
+    CHECKS[cfg.check](cfg)
 
 
 if __name__ == "__main__":

@@ -2,219 +2,166 @@
 
 Writes `conversations/` with the splits train (for the drafters), router (kept from the drafters,
 so that what the router learns of their acceptance is true of new text) and validation. Answers are
-appended to a side file as they come, so an interrupted run goes on where it was.
+kept as they come, so a run that is killed goes on where it was.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from whiflash_infer.artifacts import json_hash, new_artifact
-from whiflash_infer.batch import answer_batch
+from whiflash_infer.chat import Chat
 from whiflash_infer.errors import UserError
-from whiflash_infer.target import Target
-from whiflash_train.conversations import ROW_FEATURES
+from whiflash_train.data.answer_store import AnswerStore
+from whiflash_train.data.conversations import ConversationWriter
+from whiflash_train.data.dialogues import Dialogue, Dialogues
+from whiflash_train.data.engines import Answer, Engine, Job, Sampling
+from whiflash_train.data.preview import show_masks
+from whiflash_train.data.processes import Processes
+from whiflash_train.data.selection import as_prompt, pick_rows, require_rows
+from whiflash_train.data.tally import Tally
 from whiflash_train.entry import entry_point
-from whiflash_train.prompts import Prompt, Tally, hold_out, read_prompts, take_evenly
+from whiflash_train.preparation import (
+    build_section,
+    conversations_manifest,
+    data_settings,
+    load_chat,
+    show_counts,
+)
+from whiflash_train.progress import rate_bar
 from whiflash_train.runner import load_target
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS = ROOT / "data_prep" / "prompts"
 console = Console()
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A prompt rendered for the target, and the split its answer belongs to."""
-
-    prompt: Prompt
-    split: str
-    ids: list[int]
 
 
 @entry_point("generate", root=ROOT)
 def main(cfg: DictConfig) -> None:
-    settings = cfg.generate
-    tally = Tally()
-    splits = choose_splits(settings, tally)
-    target = load_target(cfg)
-    jobs = render(splits, target, settings.max_prompt_tokens, tally)
-    identity = target.identity()
-    fingerprint = json_hash(
-        [identity.manifest(), OmegaConf.to_container(settings), cfg.seed, [j.ids for j in jobs]]
+    generate(cfg)
+
+
+def generate(cfg: DictConfig) -> None:
+    processes = Processes.here()
+    console.quiet = not processes.is_main
+    settings, sources, evaluation_turns = data_settings(cfg)
+    tally = Tally(strict=cfg.strict)
+    picked = list(
+        pick_rows(sources, settings, tally, evaluation_turns=evaluation_turns, convert=as_prompt)
     )
+    require_rows(picked, tally)
+    chat = load_chat(cfg)
+    chat.require_template()
+    asking = Dialogues(
+        chat,
+        settings.mask,
+        tally,
+        max_prompt_tokens=cfg.generate.max_prompt_tokens,
+        keep_truncated=cfg.generate.truncated == "keep",
+    )
+    dialogues = asking.open(picked)
+    require_rows([d.picked for d in dialogues], tally)
+    engine = build_section(cfg, "engine").connect(chat, lambda: load_target(cfg))
+    manifest = conversations_manifest(cfg, engine.target_identity() or chat.identity())
+    manifest["engine"] = engine.facts()
     path = Path(cfg.paths.conversations)
-    side_file = path.with_name(f".answers-{fingerprint}.jsonl")
-    answers = read_answers(side_file)
-    if answers:
-        console.print(f"going on after {len(answers)} answers of an interrupted run")
-    for batch in answer_all(jobs, answers, target, settings, cfg.seed):
-        append_lines(side_file, batch)
-        answers |= batch
-    counts = write(path, jobs, answers, target, tally, fingerprint, cfg)
-    side_file.unlink(missing_ok=True)
-    console.print(f"{tally}; {counts}")
-    console.print(f"[bold]conversations[/bold] written to {path}", soft_wrap=True)
+    options = sampling(cfg)
+    fingerprint = _fingerprint(manifest, options, dialogues)
+    store = AnswerStore(path, fingerprint, process=processes.index)
+    dialogues = answer_all(asking, dialogues, engine, store, options, processes)
+    if processes.is_main:
+        finish(cfg, path, manifest, dialogues, chat, tally, store)
+    processes.wait()
 
 
-def choose_splits(settings: DictConfig, tally: Tally) -> dict[str, list[Prompt]]:
-    """Train, router and validation prompts; the last two share nothing with the first."""
-    source = settings.source
-    prompts = read_prompts(source, builtin=PROMPTS, split=settings.split, tally=tally)
-    prompts = take_evenly(prompts, settings.limit)
-    if source == "builtin":
-        validation = read_prompts(source, builtin=PROMPTS, split="validation", tally=tally)
-    else:
-        prompts, validation = hold_out(prompts, settings.validation_fraction, purpose="validation")
-    train, router = hold_out(prompts, settings.router_fraction, purpose="router")
-    splits = {"train": train, "router": router, "validation": validation}
-    for name, rows in splits.items():
-        if not rows:
-            raise UserError(
-                f"split {name} would be empty with {len(prompts)} prompts: give more prompts, or "
-                "raise generate.validation_fraction and generate.router_fraction"
-            )
-    return splits
+def sampling(cfg: DictConfig) -> Sampling:
+    section = cfg.generate
+    return Sampling(
+        max_new_tokens=section.max_new_tokens, temperature=section.temperature, seed=cfg.seed
+    )
 
 
-def render(
-    splits: dict[str, list[Prompt]], target: Target, max_prompt_tokens: int, tally: Tally
-) -> list[Job]:
-    jobs = []
-    for split, prompts in splits.items():
-        for prompt in prompts:
-            ids = target.render_prompt(prompt.messages)
-            if len(ids) > max_prompt_tokens:
-                tally.kept -= 1
-                tally.dropped["prompt_too_long"] += 1
-                continue
-            jobs.append(Job(prompt, split, ids))
-    if not jobs:
-        raise UserError(f"no prompt is left to answer: {tally}")
-    return jobs
+def _fingerprint(manifest: dict[str, Any], options: Sampling, dialogues: list[Dialogue]) -> str:
+    """Of everything that shapes the answers."""
+    prompts = [[d.conversation.id, d.job and d.job.prompt_ids, d.waiting] for d in dialogues]
+    shaping = [manifest[name] for name in ("target", "chat", "engine")]
+    return json_hash([shaping, asdict(options), prompts])
 
 
 def answer_all(
+    asking: Dialogues,
+    dialogues: list[Dialogue],
+    engine: Engine,
+    store: AnswerStore,
+    options: Sampling,
+    processes: Processes,
+) -> list[Dialogue]:
+    """Ask turn after turn until no dialogue waits for an answer; those that are in the data."""
+    resumed = sum(a.finish != "failed" for a in store.read().values())
+    if resumed and processes.is_main:
+        console.print(f"going on after {resumed} answers of an interrupted run")
+    while jobs := asking.jobs(dialogues):
+        answers = store.read()
+        done = {id_: a for id_, a in answers.items() if a.finish != "failed"}
+        ask(jobs, done, engine, store, options)
+        processes.wait()
+        answers = store.read()
+        dialogues = [d for d in dialogues if d.job is None or asking.take(d, _of(answers, d.job))]
+    if engine.retries:
+        told = ", ".join(f"{what} {n}" for what, n in engine.retries.most_common())
+        console.print(f"tried again {engine.retries.total()} times: {told}")
+    return dialogues
+
+
+def ask(
     jobs: list[Job],
-    answers: dict[str, list[int]],
-    target: Target,
-    settings: DictConfig,
-    seed: int,
-) -> Iterator[dict[str, list[int]]]:
-    """Answers by prompt id, a batch of prompts of like length at a time.
-
-    Which prompts share a batch does not depend on what is answered already: rounding follows the
-    batch, so a resumed run gives the very answers of a straight one.
-    """
-    ordered = sorted(jobs, key=lambda j: (len(j.ids), j.prompt.id))
-    size = settings.batch_size
-    batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    columns = (
-        TextColumn("answering"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("answering", total=len(jobs), rate=0.0)
-        started, produced = time.perf_counter(), 0
-        for index, batch in enumerate(batches):
-            if any(job.prompt.id not in answers for job in batch):
-                outputs = answer_batch(
-                    target,
-                    [job.ids for job in batch],
-                    max_new_tokens=settings.max_new_tokens,
-                    temperature=settings.temperature,
-                    seed=seed + index,
-                )
-                produced += sum(len(output) for output in outputs)
-                ids = [job.prompt.id for job in batch]
-                yield dict(zip(ids, outputs, strict=True))
-            rate = produced / (time.perf_counter() - started)
-            progress.update(bar, advance=len(batch), rate=rate)
+    done: dict[str, Answer],
+    engine: Engine,
+    store: AnswerStore,
+    options: Sampling,
+) -> None:
+    left = sum(job.id not in done for job in jobs)
+    with rate_bar(console, "answering", total=len(jobs), unit="tokens") as advance:
+        advance(len(jobs) - left)
+        for batch in engine.answers(jobs, done, options):
+            store.append(batch)
+            new = sum(answer.id not in done for answer in batch)
+            advance(new, produced=sum(len(a.ids or []) for a in batch))
 
 
-def write(
-    path: Path,
-    jobs: list[Job],
-    answers: dict[str, list[int]],
-    target: Target,
-    tally: Tally,
-    fingerprint: str,
+def _of(answers: dict[str, Answer], job: Job) -> Answer:
+    return answers.get(job.id) or Answer(job.id, "failed", error="the engine gave no answer")
+
+
+def finish(
     cfg: DictConfig,
-) -> dict[str, int]:
-    """The artefact, rows in input order. The mask is the rendered boundary: prompt, then answer."""
-    rows: dict[str, list[dict[str, Any]]] = {"train": [], "router": [], "validation": []}
-    truncated = 0
-    for job in jobs:
-        answer = answers[job.prompt.id]
-        if len(answer) < 2:  # no position has both an anchor and a token to draft
-            tally.kept -= 1
-            tally.dropped["answer_too_short"] += 1
-            continue
-        cut = answer[-1] not in target.stop_ids
-        truncated += cut
-        rows[job.split].append(
-            {
-                "id": job.prompt.id,
-                "category": job.prompt.category,
-                "input_ids": job.ids + answer,
-                "loss_mask": [False] * len(job.ids) + [True] * len(answer),
-                "truncated": cut,
-            }
+    path: Path,
+    manifest: dict[str, Any],
+    dialogues: list[Dialogue],
+    chat: Chat,
+    tally: Tally,
+    store: AnswerStore,
+) -> None:
+    """Write the artefact, rows in input order, and remove the answers it is made of."""
+    if tally.failed and not cfg.generate.allow_failed:
+        told = "; ".join(tally.examples["failed"])
+        raise UserError(
+            f"{tally.failed} of {tally.read} rows got no answer: {told}. Run again to ask only "
+            "these once more, or add generate.allow_failed=true to go on without them"
         )
-    counts = {split: len(found) for split, found in rows.items()}
-    counts["answer_tokens"] = sum(sum(r["loss_mask"]) for found in rows.values() for r in found)
-    counts["truncated_answers"] = truncated
-    if not rows["train"]:
-        raise UserError(f"no conversation is left to train on: {tally}")
-    manifest = {
-        "target": target.identity().manifest(),
-        "fingerprint": fingerprint,
-        "counts": {**tally.as_dict(), **counts},
-        "seed": cfg.seed,
-        "config": OmegaConf.to_container(cfg.generate),
-    }
-    with new_artifact(path, manifest) as folder:
-        for split, found in rows.items():
-            Dataset.from_list(found, features=ROW_FEATURES).save_to_disk(str(folder / split))
-    return counts
-
-
-def read_answers(side_file: Path) -> dict[str, list[int]]:
-    """Answers of an interrupted run; a half-written last line is ignored."""
-    if not side_file.is_file():
-        return {}
-    found = {}
-    for line in side_file.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[row["id"]] = row["answer"]
-    return found
-
-
-def append_lines(path: Path, answers: dict[str, list[int]]) -> None:
-    """Append a batch and wait for the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"id": id_, "answer": answer}) + "\n" for id_, answer in answers.items()]
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
-        file.flush()
-        os.fsync(file.fileno())
+    rows = [(d.conversation.id, d.rows[-1].ids, d.rows[-1].mask) for d in dialogues]
+    show_masks(console, chat, rows[: cfg.show_mask])
+    with new_artifact(path, manifest) as folder, ConversationWriter(folder) as writer:
+        for d in dialogues:
+            writer.add(d.picked.split, d.conversation.id, d.conversation.category, d.masked_rows)
+        manifest |= writer.close(tally)
+    store.remove()
+    show_counts(tally, manifest["counts"])
+    console.print(f"[bold]conversations[/bold] written to {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from whiflash_infer.rounds import ConversationRounds, save_rounds
 from whiflash_infer.target import Target
 from whiflash_infer.types import TeacherRows
 from whiflash_train.batches import DrafterBatch, validation_batches
-from whiflash_train.conversations import SPLITS, load_conversations
+from whiflash_train.data.conversations import SPLITS, load_conversations
 from whiflash_train.entry import entry_point
 from whiflash_train.runner import load_drafters, load_target
 from whiflash_train.teacher import Teacher
@@ -79,7 +79,7 @@ def label_split(
     rows: Dataset, split: str, target: Target, runners: dict[str, DraftRunner], batch_size: int
 ) -> list[ConversationRounds]:
     """Dense rounds of every conversation, in the data set's order."""
-    pad = target.tokenizer.pad_token_id or 0
+    pad = target.chat.pad_id
     teacher = Teacher(target, keep=False)
     found: dict[int, ConversationRounds] = {}
     batches = validation_batches(rows, batch_size=batch_size, pad_id=pad)

@@ -114,7 +114,7 @@ def time_catch_up(runner: DraftRunner, sequence: Sequence, lag: int, repeats: in
 def time_overhead(target: Target, runners: dict[str, DraftRunner]) -> float:
     """Routing, acceptance and commit of really decoded rounds."""
     decoder = RoutedDecoder(target, runners, EntropyPolicy(1.0))
-    prompt = target.render_prompt([{"role": "user", "content": "Write a short story."}])
+    prompt = target.chat.prompt_ids([{"role": "user", "content": "Write a short story."}])
     result = decoder.generate(prompt, max_new_tokens=48, stop_ids=frozenset())
     return statistics.median(r.seconds["route"] + r.seconds["commit"] for r in result.rounds)
 

@@ -27,7 +27,7 @@ def answer_batch(
     """
     device = target.device
     generator = torch.Generator(device).manual_seed(seed)
-    ids, mask = _left_pad(prompts, target.tokenizer.pad_token_id or 0)
+    ids, mask = left_pad(prompts, target.chat.pad_id)
     ids, mask = ids.to(device), mask.to(device)
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     cache = target.new_cache(ids.shape[1] + max_new_tokens)
@@ -55,7 +55,7 @@ def answer_batch(
     return answers
 
 
-def _left_pad(prompts: list[list[int]], pad: int) -> tuple[Int[Tensor, "B T"], Tensor]:
+def left_pad(prompts: list[list[int]], pad: int) -> tuple[Int[Tensor, "B T"], Tensor]:
     width = max(len(p) for p in prompts)
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     lengths = torch.tensor([len(p) for p in prompts])

@@ -134,7 +134,9 @@ class Chat:
                 **self.options.variables(),
             )
         except Exception as error:  # a template is a program: it may fail in any way
-            raise TemplateRejects(str(error).splitlines()[0] if str(error) else repr(error)) from None
+            raise TemplateRejects(
+                str(error).splitlines()[0] if str(error) else repr(error)
+            ) from None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts. Nothing is added: the template prints its own BOS."""

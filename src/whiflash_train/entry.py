@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import logging
 import sys
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from whiflash_infer.errors import UserError
 
 _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 2, 130
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _INFORMATION = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version"}
 
 
@@ -38,9 +40,14 @@ def entry_point(
         @functools.wraps(function)
         def guarded(cfg: DictConfig) -> Any:
             try:
+                OmegaConf.update(cfg, "paths.root", str(root.resolve()))
                 return function(cfg)
             except UserError as error:
                 _stop(str(error), _EXIT_USER_ERROR)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                _stop(_told(error), _EXIT_USER_ERROR)
             except KeyboardInterrupt:
                 _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
 
@@ -95,8 +102,8 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
 
 
 def _check_choice(folder: Path, override: Override) -> None:
-    choices = sorted(p.stem for p in (folder / override.key_or_group).glob("*.yaml"))
-    for value in _first_values(override):
+    choices = sorted(p.stem for p in (folder / override.key_or_group).glob("[!_]*.yaml"))
+    for value in _chosen(override):
         if value not in (None, "null") and value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
             hint = f" Did you mean {near[0]}?" if near else ""
@@ -106,17 +113,26 @@ def _check_choice(folder: Path, override: Override) -> None:
             )
 
 
-def _first_values(override: Override) -> list[Any]:
+def _chosen(override: Override) -> list[Any]:
+    """Every choice that a group override names: of a sweep, of a list, or the one."""
     if override.is_sweep_override():
         return list(override.sweep_string_iterator())
     value = override.value()
     return value if isinstance(value, list) else [value]
 
 
+def _as_argument(override: Override) -> str:
+    """The override as it is typed; of a sweep its first run."""
+    chosen = [str(c) for c in _chosen(override)]
+    one = chosen[0] if override.is_sweep_override() else None
+    listed = isinstance(override.value(), list) and one is None
+    value = f"[{','.join(chosen)}]" if listed else (one or chosen[0])
+    return f"{override.get_key_element()}={'null' if value == 'None' else value}"
+
+
 def _compose(folder: Path, config_name: str, groups: list[Override]) -> DictConfig:
-    chosen = [f"{g.key_or_group}={_first_values(g)[0]}" for g in groups]
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose(config_name, overrides=[c.replace("=None", "=null") for c in chosen])
+        return compose(config_name, overrides=[_as_argument(g) for g in groups])
 
 
 def _leaves(cfg: DictConfig) -> dict[str, Any]:
@@ -145,6 +161,14 @@ def _refuse_unknown(keys: set[str], known: set[str], where: str) -> None:
         near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(f"unknown configuration key {key} ({where}).{hint}")
+
+
+def _told(error: OSError) -> str:
+    where = f" {error.filename}" if error.filename else ""
+    return (
+        f"cannot write{where}: {error.strerror or error}. Nothing half-written is left under its own "
+        "name; make room or choose another place with paths.artifacts=..., then run again"
+    )
 
 
 def quiet_libraries() -> None:

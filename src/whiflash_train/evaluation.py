@@ -17,6 +17,7 @@ from rich.table import Table
 
 from whiflash_infer.artifacts import json_hash, package_versions, require_match, write_json
 from whiflash_infer.benchmark import Protocol, Question, run_policies
+from whiflash_infer.chat import TemplateRejects
 from whiflash_infer.costs import DeviceIdentity
 from whiflash_infer.drafters.base import DraftRunner
 from whiflash_infer.engine import RoutedDecoder, decode_rounds
@@ -27,18 +28,21 @@ from whiflash_infer.report import write_report
 from whiflash_infer.router import Router, load_router
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN
+from whiflash_train.data.selection import as_prompt, take_evenly
+from whiflash_train.data.sources import read_mixed
+from whiflash_train.data.tally import BadRow, Tally
 from whiflash_train.loggers import log_evaluation
-from whiflash_train.prompts import Tally, read_prompts, take_evenly
+from whiflash_train.preparation import build_sources
 from whiflash_train.runner import load_drafters, load_target
 
 console = Console()
 MADE_BY = "python train.py task=router"
 
 
-def evaluate(cfg: DictConfig, *, prompts: Path) -> None:
+def evaluate(cfg: DictConfig) -> None:
     """Measure all policies and write metrics.json, rounds.parquet and report.html."""
     target, runners, router = load_all(cfg)
-    questions, prompt_hash = load_questions(cfg, target, prompts, cfg.evaluate.limit)
+    questions, prompt_hash = load_questions(cfg, target, cfg.evaluate.limit)
     policies = chosen_policies(router, list(cfg.evaluate.policies), cfg.seed)
     protocol = Protocol(
         max_new_tokens=cfg.evaluate.max_new_tokens,
@@ -62,7 +66,7 @@ def evaluate(cfg: DictConfig, *, prompts: Path) -> None:
     console.print(f"[bold]evaluation[/bold] written to {folder}", soft_wrap=True)
 
 
-def check_lossless(cfg: DictConfig, *, prompts: Path) -> None:
+def check_lossless(cfg: DictConfig) -> None:
     """Token identity with plain greedy decoding, for every arm, policy and random switching.
 
     Raises: UserError (a failing exit status) at any difference.
@@ -72,7 +76,7 @@ def check_lossless(cfg: DictConfig, *, prompts: Path) -> None:
             f"check=lossless is exact only in float32, and dtype is {cfg.dtype}: add dtype=float32"
         )
     target, runners, router = load_all(cfg, allow_foreign=True)
-    questions, _ = load_questions(cfg, target, prompts, cfg.evaluate.lossless_prompts)
+    questions, _ = load_questions(cfg, target, cfg.evaluate.lossless_prompts)
     names = [*cfg.evaluate.policies, "random"]
     table = Table(title=f"lossless check: {target.name}, float32, greedy, {len(questions)} prompts")
     for title in ("policy", "identical", "rounds", "switches", "first difference"):
@@ -125,20 +129,49 @@ def load_all(
     found = {f"{arm} drafter": facts for arm, facts in router.manifest["drafters"].items()}
     wanted = {f"{arm} drafter": facts for arm, facts in lineage.items()}
     require_match(path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}")
+    warn_of_other_rendering(target, lineage)
     return target, runners, router
 
 
 def load_questions(
-    cfg: DictConfig, target: Target, prompts: Path, limit: int | None
+    cfg: DictConfig, target: Target, limit: int | None
 ) -> tuple[list[Question], str]:
     """The evaluation prompts, rendered, and a hash of the set."""
-    tally = Tally()
-    rows = read_prompts(cfg.evaluate.source, builtin=prompts, split="evaluation", tally=tally)
-    rows = take_evenly(rows, limit)
-    questions = [Question(p.id, p.category, target.render_prompt(p.messages)) for p in rows]
+    tally = Tally(strict=cfg.strict)
+    sources = build_sources(cfg, "evaluate.source")
+    target.chat.require_template()
+    questions = []
+    for _, row in read_mixed(sources, tally, validation=False, roles=cfg.data.roles):
+        try:
+            prompt = as_prompt(row)
+            ids = target.chat.prompt_ids(prompt.messages, prompt.tools)
+        except BadRow as bad:
+            tally.drop(row.place, bad)
+        except TemplateRejects as error:
+            tally.drop(row.place, BadRow("template_rejects", str(error)))
+        else:
+            questions.append(Question(prompt.id, prompt.category, ids))
+    if not questions:
+        raise UserError("\n  ".join([f"no prompt to evaluate: {tally}", *tally.details()]))
     if tally.dropped:
         console.print(f"prompts: {tally}")
+    questions = take_evenly(questions, limit, lambda q: q.category)
     return questions, json_hash([[q.id, q.ids] for q in questions])
+
+
+def warn_of_other_rendering(target: Target, drafters: dict[str, Any]) -> None:
+    """Drafters trained on conversations rendered in another way accept less, and nothing else
+    would say why."""
+    here = target.chat.options.manifest()
+    for arm, facts in drafters.items():
+        there = facts["chat"]
+        if there is not None and there != here:
+            console.print(
+                f"[bold yellow]warning[/bold yellow]: the {arm} drafter was trained on "
+                f"conversations rendered with {there}, and this run renders with {here}: set chat.* "
+                "alike",
+                soft_wrap=True,
+            )
 
 
 def chosen_policies(router: Router, names: list[str], seed: int) -> list[Policy]:
@@ -180,6 +213,7 @@ def header(cfg: DictConfig, target: Target, num_prompts: int, prompt_hash: str) 
         "target": target.name,
         "weights": target.identity().weights,
         "chat_template": target.identity().chat_template,
+        "chat": target.chat.options.manifest(),
         "device": device.device,
         "threads": device.threads,
         "dtype": device.dtype,

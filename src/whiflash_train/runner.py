@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback
@@ -30,6 +29,7 @@ from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
 from whiflash_train.loggers import close_logger
 from whiflash_train.module import TraineeModule, cosine_with_warmup
+from whiflash_train.preparation import build_section, chat_options
 from whiflash_train.tasks import (
     TASKS,
     FitSettings,
@@ -54,19 +54,8 @@ def load_target(cfg: DictConfig) -> Target:
             dtype=cfg.dtype,
             device=resolve_device(cfg.device),
             trust_remote_code=cfg.target.trust_remote_code,
+            chat_options=chat_options(cfg),
         )
-
-
-def build_section(cfg: DictConfig, name: str) -> Any:
-    """The object a section describes.
-
-    Raises: UserError naming the section when a value has the wrong type or is out of range.
-    """
-    try:
-        return instantiate(cfg[name], _convert_="all")
-    except InstantiationException as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise UserError(f"section {name}: {cause}") from None
 
 
 def apply_threads(cfg: DictConfig) -> None:

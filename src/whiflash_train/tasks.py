@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
@@ -27,12 +26,12 @@ from whiflash_infer.target import Target
 from whiflash_train.batches import TrainingBatches, validation_batches
 from whiflash_train.checks import checked
 from whiflash_train.data.conversations import load_conversations
+from whiflash_train.data.vocabulary import choose_vocabulary
 from whiflash_train.module import Objective
 from whiflash_train.objectives import ar_objective, diffusion_objective, router_objective
 from whiflash_train.replay_validation import ReplayValidation
 from whiflash_train.router_data import RouterBatches, stack_rounds
 from whiflash_train.teacher import Teacher
-from whiflash_train.data.vocabulary import choose_vocabulary
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 TASKS = ("ar_drafter", "diffusion_drafter", "router")
@@ -116,7 +115,7 @@ class ARDrafterTask:
                 tap_layer_ids=target.tap_layer_ids,
             )
         )
-        vocabulary, coverage = choose_vocabulary(rows, net.config, target.stop_ids)
+        vocabulary, coverage = choose_vocabulary(rows, net.config, always=target.chat.special_ids)
         net.set_vocabulary(vocabulary)
         if self.init == "target":
             start_ar(net, target)
@@ -276,9 +275,10 @@ def _drafter_trainee(
     extra: Mapping[str, Any],
 ) -> Trainee:
     path = workspace.paths["conversations"]
+    counts = data_manifest["counts"]["splits"]["train"]
     rows, _ = load_conversations(path, "train", target.identity())
     held_out, _ = load_conversations(path, "validation", target.identity())
-    pad_id = target.tokenizer.pad_token_id or 0
+    pad_id = target.chat.pad_id
 
     def export(folder: Path, metrics: Mapping[str, float]) -> None:
         manifest = {
@@ -286,6 +286,7 @@ def _drafter_trainee(
             **extra,
             "tap_layer_ids": list(target.tap_layer_ids),
             "conversations": data_manifest["fingerprint"],
+            "chat": data_manifest["chat"],
             "metrics": dict(metrics),
         }
         ids = {name: getattr(target.config, name) for name in ("bos_token_id", "eos_token_id")}
@@ -309,8 +310,7 @@ def _drafter_trainee(
         facts={
             "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}, frozen, taps "
             f"{list(target.tap_layer_ids)}",
-            "data": f"{len(rows)} conversations, "
-            f"{int(np.sum([sum(m) for m in rows['loss_mask']]))} supervised tokens",
+            "data": f"{len(rows)} rows, {counts['supervised']:,} supervised tokens",
             "start": f"{task.init}; target features {task.features}",
         },
     )

@@ -56,7 +56,7 @@ def test_every_text_survives_the_byte_tokenizer() -> None:
 
 
 def test_a_rendered_prompt_begins_once_and_ends_where_the_answer_starts(target: Target) -> None:
-    ids = target.render_prompt([{"role": "user", "content": "Hi"}])
+    ids = target.chat.prompt_ids([{"role": "user", "content": "Hi"}])
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert target.tokenizer.decode(ids) == expected
 

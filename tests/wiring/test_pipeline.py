@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, load_from_disk
 
+from tests.stages import ROOT, attempt, common, manifest_of, run
 from whiflash_infer.errors import UserError
 from whiflash_train.entry import check_keys
 
-ROOT = Path(__file__).parents[2]
 STAGES = [
     "data_prep/generate.py",
     "train.py task=ar_drafter",
@@ -33,47 +27,6 @@ STAGES = [
     "train.py task=router",
     "evaluate.py checkpoint=artifacts/tiny/router",
 ]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-
-def run(folder: Path, command: str) -> str:
-    """Run a stage in `folder`; its output. Fails the test when it fails."""
-    done = attempt(folder, command)
-    assert done.status == 0, done.out + done.err
-    return done.out
-
-
-def attempt(folder: Path, command: str, *, target: str = "tiny") -> Outcome:
-    """What typing the command in `folder` does, without the seconds that a new process imports."""
-    script, *options = command.split()
-    out, err = io.StringIO(), io.StringIO()
-    argv = [script, *options, *common(folder, target)]
-    status = 0
-    with chdir(folder), redirect_stdout(out), redirect_stderr(err), patched_argv(argv):
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    return Outcome(status, out.getvalue(), err.getvalue())
-
-
-@contextmanager
-def patched_argv(argv: list[str]) -> Iterator[None]:
-    old, sys.argv = sys.argv, argv
-    try:
-        yield
-    finally:
-        sys.argv = old
-
-
-def common(folder: Path, target: str = "tiny") -> list[str]:
-    return [f"target={target}", "experiment=tiny", f"paths.cache={folder.parent}/cache"]
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +39,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def manifest(workplace: Path, artefact: str) -> dict:
-    return json.loads((workplace / "artifacts/tiny" / artefact / "manifest.json").read_text())
-
-
 def test_every_stage_leaves_a_complete_artefact(workplace: Path) -> None:
     for artefact in ("conversations", "ar_drafter", "diffusion_drafter", "rounds", "router"):
-        found = manifest(workplace, artefact)
+        found = manifest_of(workplace, artefact)
         assert found["target"]["name"] == "tiny"
         assert found["seed"] == 0
         assert "torch" in found["packages"]
-    counts = manifest(workplace, "conversations")["counts"]
-    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
-    assert counts["train"] + counts["router"] == 32
+    counts = manifest_of(workplace, "conversations")["counts"]
+    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values()) + counts["failed"]
+    assert counts["splits"]["train"]["rows"] + counts["splits"]["router"]["rows"] == 32
     leftovers = [p for p in (workplace / "artifacts/tiny").iterdir() if p.name.startswith(".")]
     assert leftovers == []
 
@@ -129,7 +78,7 @@ def test_the_lossless_check_passes_in_float32_and_refuses_bfloat16(workplace: Pa
 
 
 def test_a_sweep_over_the_price_makes_a_run_each_and_one_table(workplace: Path) -> None:
-    before = manifest(workplace, "router")
+    before = manifest_of(workplace, "router")
     output = run(workplace, "train.py -m task=router router.lam=0,10,auto")
     runs = sorted((workplace / "artifacts/tiny/sweeps/router").glob("*/*/router/manifest.json"))
     assert len(runs) == 3
@@ -138,7 +87,7 @@ def test_a_sweep_over_the_price_makes_a_run_each_and_one_table(workplace: Path) 
     for path in runs:
         assert json.loads(path.read_text())["replay"]["tokens_per_s"]["hazard"] > 0
     assert "router: 3 runs" in output
-    assert manifest(workplace, "router") == before
+    assert manifest_of(workplace, "router") == before
 
 
 def test_wandb_without_a_key_runs_offline_and_says_where(
@@ -168,7 +117,12 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
         ("train.py task=router router.fit.max_steps=0", "max_steps is 0"),
         ("evaluate.py chekpoint=x", "Did you mean checkpoint"),
         ("evaluate.py evaluate.policies=[plain,hazrd]", "unknown policy 'hazrd'"),
-        ("data_prep/generate.py generate.source=absent.jsonl", "absent.jsonl does not exist"),
+        ("data_prep/generate.py source=file source.file.path=absent.jsonl", "no data at absent.jsonl"),
+        ("data_prep/generate.py source=file", "must also give: source.file.path="),
+        ("data_prep/prepare.py source=[file,gsm9k]", "Did you mean gsm8k"),
+        ("data_prep/generate.py engine=opnai", "Did you mean openai"),
+        ("data_prep/generate.py source.builtin.weight=0.0", "weight is 0.0: it must be above 0"),
+        ("data_prep/generate.py chat.template_file=absent.jinja", "absent.jinja does not exist"),
         (
             "train.py task=ar_drafter paths.conversations=absent",
             "absent does not exist. Make it with: python data_prep/generate.py",
@@ -211,34 +165,6 @@ def test_an_unknown_key_in_an_experiment_file_is_named(tmp_path: Path) -> None:
         check_keys(tmp_path / "conf", "train", ["task=router", "experiment=typo"])
 
 
-def rows_of(path: Path) -> list[dict]:
-    found = load_from_disk(str(path))
-    assert isinstance(found, Dataset)
-    return found.to_list()
-
-
-def test_answers_of_an_interrupted_run_are_kept_and_completed(workplace: Path) -> None:
-    folder = workplace / "artifacts/tiny/conversations"
-    before = manifest(workplace, "conversations")
-    splits = ("train", "router", "validation")
-    complete = {split: rows_of(folder / split) for split in splits}
-    rows = [row for part in complete.values() for row in part]
-    rows.sort(key=lambda row: (row["loss_mask"].count(False), row["id"]))
-    side_file = folder.with_name(f".answers-{before['fingerprint']}.jsonl")
-    kept = [
-        json.dumps({"id": row["id"], "answer": row["input_ids"][row["loss_mask"].index(True) :]})
-        for row in rows[:70]
-    ]
-    side_file.write_text("\n".join(kept) + '\n{"id": "half-written", "ans')
-    shutil.rmtree(folder)
-    output = run(workplace, "data_prep/generate.py")
-    assert "going on after 70 answers" in output
-    again = {split: rows_of(folder / split) for split in splits}
-    assert again == complete
-    assert manifest(workplace, "conversations")["counts"] == before["counts"]
-    assert not side_file.exists()
-
-
 def test_a_local_folder_serves_as_target_and_a_file_as_prompts(workplace: Path) -> None:
     source = next((workplace.parent / "cache/targets").iterdir())
     rows = [{"prompt": f"Question {i}?", "category": "own"} for i in range(40)]
@@ -246,15 +172,15 @@ def test_a_local_folder_serves_as_target_and_a_file_as_prompts(workplace: Path) 
     done = attempt(
         workplace,
         f"data_prep/generate.py target.path={source} target.name=mine "
-        "target.tap_layer_ids=[1,3,4] target.mask_token_id=3 generate.source=own.jsonl "
-        "generate.limit=null generate.validation_fraction=0.2",
+        "target.tap_layer_ids=[1,3,4] target.mask_token_id=3 source=file "
+        "source.file.path=own.jsonl data.limit=null data.validation_fraction=0.2",
         target="hf",
     )
     assert done.status == 0, done.err
     counts = json.loads((workplace / "artifacts/mine/conversations/manifest.json").read_text())[
         "counts"
     ]
-    assert counts["train"] + counts["router"] + counts["validation"] == 40
+    assert sum(split["rows"] for split in counts["splits"].values()) == counts["kept"] == 40
 
 
 def logged(folder: Path, version: int) -> list[dict[str, str]]:
@@ -297,6 +223,6 @@ def test_an_interrupted_training_resumes_to_the_same_losses_and_rates(workplace:
         for quantity in ("train/loss", "train/tau", "lr-AdamW"):
             expected = float(by_step[row["step"]][quantity])
             assert float(row[quantity]) == pytest.approx(expected, rel=1e-6)
-    assert manifest(workplace, "../../straight/ar")["metrics"]["val/tau"] == pytest.approx(
-        manifest(workplace, "../../broken/ar")["metrics"]["val/tau"], rel=1e-6
+    assert manifest_of(workplace, "../../straight/ar")["metrics"]["val/tau"] == pytest.approx(
+        manifest_of(workplace, "../../broken/ar")["metrics"]["val/tau"], rel=1e-6
     )

@@ -37,7 +37,11 @@ def load_runners(
         taps = {"tap_layer_ids": list(target.tap_layer_ids)}
         require_match(path, manifest, taps, made_by=made_by)
         runners[arm] = _runner(net, target, manifest, path)
-        lineage[arm] = {"weights": file_hash(path / WEIGHTS), "max_draft": runners[arm].max_draft}
+        lineage[arm] = {
+            "weights": file_hash(path / WEIGHTS),
+            "max_draft": runners[arm].max_draft,
+            "chat": manifest.get("chat"),
+        }
     return runners, lineage
 
 

@@ -1,12 +1,14 @@
-"""Who writes the answers: the interface of the engines, and the one that runs in this process."""
+"""Who writes the answers: the interface of the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-from whiflash_infer.chat import Message
+from whiflash_infer.chat import Chat, Message
+from whiflash_infer.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,19 @@ class Sampling:
     seed: int
 
 
+class EngineSettings(Protocol):
+    """What conf/engine builds."""
+
+    def connect(self, chat: Chat, load_target: Callable[[], Target]) -> Engine:
+        """Raises: UserError when the engine cannot be had."""
+        ...
+
+
 class Engine(Protocol):
+    """retries: how often something was tried again, by the name of what went wrong."""
+
+    retries: Counter[str]
+
     def answers(
         self, jobs: list[Job], done: Container[str], sampling: Sampling
     ) -> Iterator[list[Answer]]:
@@ -54,6 +68,10 @@ class Engine(Protocol):
 
         Every such job gets exactly one answer; one that cannot be had is `failed`.
         """
+        ...
+
+    def target_identity(self) -> dict[str, str] | None:
+        """What the answers depend on of the target; None when another program wrote them."""
         ...
 
     def facts(self) -> dict[str, Any]:

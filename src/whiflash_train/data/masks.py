@@ -8,21 +8,29 @@ generation prompt, and `closed`, the same and the answer. The answer's tokens ar
     closed   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     mask     ......................................................##############.
 
-A row ends with its last answer. Where `closed` of every answer opens the whole conversation's text, the conversation is one row.
-Where it does not, because the template rewrites history (drops old reasoning, say), every answer
-becomes a row of its own, with the history as it would be served.
+A row ends with its last answer. Where `closed` of every answer opens the whole conversation's text,
+the conversation is one row. Where it does not, because the template rewrites history (drops old
+reasoning, say), every answer becomes a row of its own, with the history as it would be served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
 from whiflash_infer.chat import Chat, TemplateRejects
 from whiflash_train.checks import checked
 from whiflash_train.data.rows import AnyRow, Conversation, Message, PlainText, TokenRow
 from whiflash_train.data.tally import BadRow
+
+T = TypeVar("T")
+_Tokens = tuple[list[int], dict[int, int]]  # ids, and how many of them stand before each cut
+_ASKED, _THOUGHT, _SAID = "probe-of-a-question", "probe-of-a-thought", "probe-of-an-answer"
 
 
 @checked
@@ -48,7 +56,10 @@ class MaskRules:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRow:
-    """turn: index of the answer, where a conversation became several rows. notes: what was done."""
+    """truncated: the last answer was cut off. notes: what was done.
+
+    turn: index of the answer, where a conversation became several rows.
+    """
 
     ids: list[int]
     mask: list[bool]
@@ -66,14 +77,28 @@ class _Span:
     reasoning_end: int | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Markers:
+    """What running text is searched for.
+
+    opening: stands before an answer. closing: ends one. thought: ends its reasoning, if rendered.
+    """
+
+    opening: str
+    closing: re.Pattern[str]
+    thought: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
-    """A row's text before it is encoded."""
+    """A row's text before it is encoded. plain: stop tokens may stand anywhere in it."""
 
     text: str
     spans: list[_Span]
-    turn: int | None
-    notes: tuple[str, ...]
+    truncated: bool
+    turn: int | None = None
+    notes: tuple[str, ...] = ()
+    plain: bool = False
 
     def cuts(self) -> list[int]:
         """Where tokens must end: at both ends of every answer."""
@@ -123,10 +148,18 @@ class Masker:
         whole = closed[answers[-1]]
         lost = self._lost_reasoning(messages, closed, wanted)
         if all(whole.startswith(text) for text in closed.values()):
-            return [_Rendered(whole, list(spans.values()), None, unanswered + lost)]
+            found, notes = list(spans.values()), unanswered + lost
+            return [_Rendered(text=whole, spans=found, truncated=row.truncated, notes=notes)]
         notes = (*unanswered, *lost, "one_row_per_turn")
         return [
-            _Rendered(closed[i], [spans[i]], turn, notes) for turn, i in enumerate(wanted)
+            _Rendered(
+                text=closed[i],
+                spans=[spans[i]],
+                truncated=row.truncated and i == answers[-1],
+                turn=turn,
+                notes=notes,
+            )
+            for turn, i in enumerate(wanted)
         ]
 
     def _answer_span(
@@ -140,7 +173,7 @@ class Masker:
                 f"{_around_difference(opened, closed)}",
             )
         reasoning_end = None
-        if not self.rules.reasoning and messages[index].get("reasoning_content"):
+        if not self.rules.reasoning:
             reasoning_end = self._reasoning_end(messages[: index + 1], closed, row)
         return _Span(len(opened), len(closed), reasoning_end)
 
@@ -148,8 +181,8 @@ class Masker:
         """Where the reasoning of the last message ends: what follows it renders the same
         behind any other reasoning."""
         last = messages[-1]
-        other = "x" if not last["reasoning_content"].endswith("x") else "y"
-        changed = {**last, "reasoning_content": last["reasoning_content"] + other}
+        thought = last.get("reasoning_content", "")
+        changed = {**last, "reasoning_content": thought + ("y" if thought.endswith("x") else "x")}
         text = self._text([*messages[:-1], changed], row)
         return len(closed) - _common_suffix(closed, text) if text != closed else 0
 
@@ -170,38 +203,79 @@ class Masker:
         except TemplateRejects as error:
             raise BadRow("template_rejects", str(error)[:160]) from None
 
-    def _render_text(self, row: PlainText) -> _Rendered:
-        """Running text, or a conversation somebody rendered: answers stand behind the marker."""
-        if not row.text.strip():
-            raise BadRow("empty_content")
-        if self.rules.text == "plain":
-            return _Rendered(row.text, [_Span(0, len(row.text), None)], None, ())
-        opening, closing = self.chat.answer_marker, self._end_of_turn()
-        spans, place = [], 0
-        while (found := row.text.find(opening, place)) >= 0:
-            start = found + len(opening)
-            place = row.text.find(closing, start)
-            place = len(row.text) if place < 0 else place + len(closing)
-            spans.append(_Span(start, place, None))
-        if not spans:
-            raise BadRow(
-                "no_answer", f"text without {opening!r}; data.mask.text=plain supervises all of it"
-            )
-        return _Rendered(row.text, spans if self.rules.turns == "all" else spans[-1:], None, ())
+    # ---- running text
 
-    def _end_of_turn(self) -> str:
-        probe: list[Message] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "probe-of-an-answer"},
-        ]
-        tail = self.chat.render(probe).rpartition("probe-of-an-answer")[2]
-        ids = self.chat.encode([tail])[0]
-        return self.chat.tokenizer.decode(ids[: self._end_of_answer(ids, 0)])
+    def _render_text(self, row: PlainText) -> _Rendered:
+        """Running text, or a conversation that somebody rendered."""
+        if self.rules.text == "plain":
+            spans = [_Span(0, len(row.text), None)]
+            return _Rendered(text=row.text, spans=spans, truncated=row.truncated, plain=True)
+        spans = self._spans_in(row.text)
+        spans = spans if self.rules.turns == "all" else spans[-1:]
+        return _Rendered(text=row.text, spans=spans, truncated=row.truncated)
+
+    def _spans_in(self, text: str) -> list[_Span]:
+        """Answers begin behind the marker and end with the first closing before the next one."""
+        try:
+            markers = self._markers
+        except TemplateRejects as error:
+            raise BadRow("template_rejects", str(error)[:160]) from None
+        said = len(text.rstrip())
+        openings = [m for m in re.finditer(re.escape(markers.opening), text) if m.end() < said]
+        if not openings:
+            wanted = f"nothing behind {markers.opening!r}"
+            raise BadRow("no_answer", f"{wanted}; data.mask.text=plain supervises all of it")
+        limits = [*(opening.start() for opening in openings[1:]), len(text)]
+        found: list[tuple[int, int]] = []
+        for opening, limit in zip(openings, limits, strict=True):
+            closing = markers.closing.search(text, opening.end(), limit)
+            if closing is None and limit < len(text):
+                raise BadRow("unclosed_answer", f"no end before the next {markers.opening!r}")
+            # An answer that goes on behind its closing has several parts, such as channels.
+            goes_on = found and found[-1][1] == opening.start()
+            start = found.pop()[0] if goes_on else opening.end()
+            found.append((start, closing.end() if closing else limit))
+        return [_Span(start, end, self._thought_end(text, start, end)) for start, end in found]
+
+    def _thought_end(self, text: str, start: int, end: int) -> int | None:
+        if self.rules.reasoning or not self._markers.thought:
+            return None
+        place = text.find(self._markers.thought, start, end)
+        return None if place < 0 else place
+
+    @functools.cached_property
+    def _markers(self) -> _Markers:
+        """Read from how the template renders a probe.
+
+        An answer ends with what the template ends one with, the last one or an earlier one, or with
+        a stop token that another special token follows.
+        """
+        asked: Message = {"role": "user", "content": _ASKED}
+        said: Message = {"role": "assistant", "content": _SAID}
+        probes = ([asked, said], [asked, said, asked])
+        tails = [self.chat.render(probe).rpartition(_SAID)[2] for probe in probes]
+        special = self._any_of(self.chat.special_ids)
+        ends = {found[0] for tail in tails if (found := re.search(special, tail))}
+        ends = ends or {tails[0].strip()} - {""}
+        opening = self.chat.answer_marker
+        if not ends or not opening.strip():
+            raise BadRow("no_markers", "nothing in the template's text tells answers apart")
+        stops = self._any_of(self.chat.stop_ids)
+        closing = rf"{_alternatives(ends)}|{stops}(?=\s*(?:{special}|\Z))"
+        said = {**said, "reasoning_content": _THOUGHT}
+        _, found, thought = (
+            self.chat.render([asked, said]).rpartition(_SAID)[0].rpartition(_THOUGHT)
+        )
+        return _Markers(opening, re.compile(closing), thought if found else None)
+
+    def _any_of(self, ids: Iterable[int]) -> str:
+        """A pattern of these tokens; a config may name a stop token that the tokenizer lacks."""
+        names = self.chat.tokenizer.convert_ids_to_tokens(sorted(ids))
+        return _alternatives(name for name in names if name)
 
     # ---- encoding
 
-    def _encode(self, rows: list[_Rendered]):
-        """Ids of each text, and how many of them stand before each of its cuts."""
+    def _encode(self, rows: list[_Rendered]) -> Iterator[_Tokens | BadRow]:
         texts = [row.text[:cut] for row in rows for cut in row.cuts()]
         wholes = self.chat.encode([row.text for row in rows])
         prefixes = iter(self.chat.encode(texts))
@@ -212,14 +286,12 @@ class Masker:
             else:
                 yield self._encode_in_pieces(row, whole)
 
-    def _encode_in_pieces(
-        self, row: _Rendered, whole: list[int]
-    ) -> tuple[list[int], dict[int, int]] | BadRow:
+    def _encode_in_pieces(self, row: _Rendered, whole: list[int]) -> _Tokens | BadRow:
         """Tokens that end at every cut, as the server makes them: it encodes the prompt alone."""
         ids: list[int] = []
         counts: dict[int, int] = {}
         edges = [0, *row.cuts(), len(row.text)]
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             ids += self.chat.encode([row.text[start:end]])[0]
             counts[end] = len(ids)
         decode = self.chat.tokenizer.decode
@@ -230,10 +302,7 @@ class Masker:
     # ---- finishing
 
     def _finish_all(
-        self,
-        row: AnyRow,
-        rendered: list[_Rendered],
-        tokens: list[tuple[list[int], dict[int, int]] | BadRow],
+        self, row: AnyRow, rendered: list[_Rendered], tokens: list[_Tokens | BadRow]
     ) -> list[MaskedRow]:
         """A conversation that became several rows is bad only when all of them are."""
         pairs = zip(rendered, tokens, strict=True)
@@ -243,98 +312,109 @@ class Masker:
             raise next(o for o in outcomes if isinstance(o, BadRow))
         return good
 
-    def _finish(
-        self,
-        row: AnyRow,
-        part: _Rendered,
-        encoded: tuple[list[int], dict[int, int]] | BadRow,
-    ) -> MaskedRow:
+    def _finish(self, row: AnyRow, part: _Rendered, encoded: _Tokens | BadRow) -> MaskedRow:
         if isinstance(encoded, BadRow):
             raise encoded
         ids, counts = encoded
         if isinstance(row, PlainText):
-            opening = self.chat.opening_ids
-            opening = [] if ids[: len(opening)] == opening else opening
-            ids, counts = opening + ids, {c: n + len(opening) for c, n in counts.items()}
-        return self._mask(part, ids, counts, truncated=row.truncated)
+            num_bos = self._num_bos(ids)
+            opening = ids[:1] if num_bos else self.chat.opening_ids
+            ids = opening + ids[num_bos:]
+            counts = {cut: max(n - num_bos, 0) + len(opening) for cut, n in counts.items()}
+        mask = self._mask(part, ids, counts)
+        return self._fit(MaskedRow(ids, mask, part.truncated, part.turn, part.notes))
 
-    def _mask(
-        self, row: _Rendered, ids: list[int], counts: dict[int, int], *, truncated: bool
-    ) -> MaskedRow:
+    def _mask(self, row: _Rendered, ids: list[int], counts: dict[int, int]) -> list[bool]:
         mask = [False] * len(ids)
-        stops = self.chat.stop_ids
         for span in row.spans:
-            start = counts.get(span.start, 0)
-            end = counts.get(span.end, len(ids))
-            end = start + self._end_of_answer(ids[start:end], 0)
-            inside = ids[start : end - 1]
-            if self.rules.text == "chat" and any(i in stops for i in inside):
+            start, end = counts.get(span.start, len(ids)), counts.get(span.end, len(ids))
+            end = start + self._end_of_answer(ids[start:end])
+            if not row.plain and not self.chat.stop_ids.isdisjoint(ids[start : end - 1]):
                 raise BadRow("stop_token_inside_answer")
-            first = start if span.reasoning_end is None else self._first_after(row, span, ids, start)
-            mask[first:end] = [True] * (end - first)
-        end = self._last_supervised(ids, mask, truncated=truncated)
-        ids, mask = ids[:end], mask[:end]
-        return self._fit(MaskedRow(ids, mask, truncated, row.turn, row.notes))
+            if span.reasoning_end is not None:
+                start = self._first_after(row.text[span.start : span.reasoning_end], ids, start)
+            mask[start:end] = [True] * (end - start)
+        last = _num_until_last(mask) - 1
+        if row.truncated and last >= 0 and ids[last] in self.chat.special_ids:
+            mask[last] = False  # the template ended what was never ended
+        return mask
 
-    def _end_of_answer(self, ids: list[int], start: int) -> int:
-        """Behind the end-of-turn token: a special token with at most white space after it."""
-        for place in range(len(ids) - 1, start - 1, -1):
-            if ids[place] in self.chat.special_ids:
-                return place + 1
-            if self.chat.tokenizer.decode([ids[place]]).strip():
-                break
-        return len(ids)
+    def _end_of_answer(self, ids: list[int]) -> int:
+        """Behind the end-of-turn token: of the special tokens and white space that the answer ends
+        with, the first that is a stop token, else the last special one."""
+        place = len(ids)
+        while place > 0 and not self._is_text(ids[place - 1]):
+            place -= 1
+        stops = [i for i in range(place, len(ids)) if ids[i] in self.chat.stop_ids]
+        special = [i for i in range(place, len(ids)) if ids[i] in self.chat.special_ids]
+        return (stops[:1] or special[-1:] or [len(ids) - 1])[0] + 1
 
-    def _first_after(self, row: _Rendered, span: _Span, ids: list[int], start: int) -> int:
-        """The first token that begins at or behind the end of the reasoning."""
-        assert span.reasoning_end is not None
-        wanted = row.text[span.start : span.reasoning_end]
+    def _is_text(self, id_: int) -> bool:
+        return id_ not in self.chat.special_ids and bool(self.chat.tokenizer.decode([id_]).strip())
+
+    def _first_after(self, text: str, ids: list[int], start: int) -> int:
+        """The first token, from `start` on, that begins behind this text."""
         decode = self.chat.tokenizer.decode
-        low, high = start, len(ids)
-        while low < high:  # decoded length grows with the number of tokens
-            middle = (low + high) // 2
-            if len(decode(ids[start:middle])) < len(wanted):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        text = decode(self.chat.encode([text])[0])  # as the tokenizer spells it
+        ends = range(start, len(ids))
+        return start + bisect_left(ends, True, key=lambda i: decode(ids[start:i]).startswith(text))
 
-    def _last_supervised(self, ids: list[int], mask: list[bool], *, truncated: bool) -> int:
-        """Where the row ends: with its last answer, whose end token is left out if it was cut."""
-        last = max((i for i, kept in enumerate(mask) if kept), default=-1)
-        return last if truncated and ids[last] in self.chat.special_ids else last + 1
+    def _num_bos(self, ids: list[int]) -> int:
+        """With how many BOS the ids begin."""
+        bos = self.chat.tokenizer.bos_token_id
+        return next((n for n, i in enumerate(ids) if i != bos), len(ids))
 
     def _finish_tokens(self, row: TokenRow) -> list[MaskedRow]:
         vocabulary = len(self.chat.tokenizer)
         if any(i >= vocabulary for i in row.input_ids):
             raise BadRow("bad_input_ids", f"an id of {max(row.input_ids)}, {vocabulary} tokens")
-        ids, mask, notes = row.input_ids, row.loss_mask, ()
-        bos = self.chat.tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            ids, mask, notes = ids[1:], mask[1:], ("second_bos_removed",)
+        second = max(self._num_bos(row.input_ids) - 1, 0)
+        notes = ("second_bos_removed",) if second else ()
+        ids, mask = row.input_ids[second:], row.loss_mask[second:]
+        if self.rules.turns == "last":
+            mask = _last_stretch(mask)
         return [self._fit(MaskedRow(ids, mask, row.truncated, None, notes))]
 
     def _fit(self, row: MaskedRow) -> MaskedRow:
         """Hold the row to the allowed length; ids and mask are cut alike, and no end is added."""
-        length = len(row.ids)
-        if length > self.rules.max_length:
+        length, limit = _num_until_last(row.mask), self.rules.max_length
+        truncated, notes, where = row.truncated, row.notes, ""
+        if length > limit:
             if self.rules.over_long == "drop":
                 raise BadRow("over_long", f"{length} tokens")
-            cut = self.rules.max_length
-            notes = (*row.notes, "cut_to_max_length")
-            row = MaskedRow(row.ids[:cut], row.mask[:cut], True, row.turn, notes)
-        if sum(row.mask) < self.rules.min_supervised:
-            where = "_after_cut" if length > len(row.ids) else ""
-            raise BadRow(f"too_few_supervised_tokens{where}", f"{sum(row.mask)} of {length} tokens")
-        return row
+            truncated = all(row.mask[limit - 1 : limit + 1])  # the cut goes through an answer
+            notes, where = (*notes, "cut_to_max_length"), "_after_cut"
+        kept = _num_until_last(row.mask[:limit])
+        ids, mask = row.ids[:kept], row.mask[:kept]
+        if sum(mask) < max(self.rules.min_supervised, 1):
+            raise BadRow(f"too_few_supervised_tokens{where}", f"{sum(mask)} of {length} tokens")
+        return MaskedRow(ids, mask, truncated, row.turn, notes)
 
 
-def _outcome(function, *arguments):
+def _outcome(function: Callable[..., T], *arguments: Any) -> T | BadRow:
     """What a function returns, or the BadRow it raises."""
     try:
         return function(*arguments)
     except BadRow as bad:
         return bad
+
+
+def _num_until_last(mask: list[bool]) -> int:
+    """How many values there are up to the last True."""
+    return next((i + 1 for i in reversed(range(len(mask))) if mask[i]), 0)
+
+
+def _last_stretch(mask: list[bool]) -> list[bool]:
+    """Only the last of the stretches that are True."""
+    end = _num_until_last(mask)
+    start = next((i + 1 for i in reversed(range(end)) if not mask[i]), 0)
+    return [start <= i < end for i in range(len(mask))]
+
+
+def _alternatives(texts: Iterable[str]) -> str:
+    """A pattern of any of them, or of nothing when there is none."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    return f"(?:{'|'.join(longest_first)})" if longest_first else "(?!)"
 
 
 def _common_suffix(a: str, b: str) -> int:

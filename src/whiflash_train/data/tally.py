@@ -9,22 +9,34 @@ from typing import Any
 from whiflash_infer.errors import UserError
 
 _EXAMPLES = 3  # places told for every reason
+_DETAIL = 160  # characters; a row may hold a key of megabytes
 # Left out by choice or already there: no fault of the row, so `strict` does not stop at it.
-_NO_FAULT = {"blank_line", "over_limit", "duplicate", "in_evaluation"}
+_NO_FAULT = {
+    "answer_truncated",
+    "blank_line",
+    "duplicate",
+    "in_evaluation",
+    "over_limit",
+    "over_long",
+    "prompt_too_long",
+}
 
 
 class BadRow(Exception):
     """A row that cannot be used. `reason` is what is counted, `detail` is for the reader."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
+        self.detail = detail if len(detail) <= _DETAIL else f"{detail[:_DETAIL]}..."
+        super().__init__(f"{reason}: {self.detail}" if detail else reason)
 
 
 @dataclass
 class Tally:
-    """`read = kept + dropped + failed`. Notes count what was done to rows that were kept."""
+    """`read = kept + dropped + failed`. Notes count what was done to rows that were kept.
+
+    lost: (place, reason, detail) of every row that was dropped or failed.
+    """
 
     strict: bool = False
     read: int = 0
@@ -32,6 +44,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    lost: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
     def kept(self) -> int:
@@ -45,11 +58,13 @@ class Tally:
         if self.strict and bad.reason not in _NO_FAULT:
             raise UserError(f"{place}: {bad} (strict=true stops at the first bad row)")
         self.dropped[bad.reason] += 1
+        self.lost.append((place, bad.reason, bad.detail))
         self._example(bad.reason, place, bad.detail)
 
     def fail(self, place: str, detail: str) -> None:
         """Count a row that is good but got no answer."""
         self.failed += 1
+        self.lost.append((place, "failed", detail))
         self._example("failed", place, detail)
 
     def note(self, what: str, place: str) -> None:
