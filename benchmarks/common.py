@@ -63,7 +63,7 @@ def rate_of(work: Callable[[], int]) -> Callable[[], float]:
 
 
 def summary(rates: Mapping[str, Sequence[float]], *, baseline: str) -> dict[str, dict[str, float]]:
-    """Median and quartiles of each contestant, and the median ratio to the baseline turn by turn."""
+    """Median and quartiles of each contestant, and its median ratio to the baseline by turn."""
     table = {}
     for name, values in rates.items():
         ratios = np.array(values) / np.array(rates[baseline])

@@ -1,15 +1,20 @@
 """Our batched generation against Hugging Face `generate`: `python benchmarks/generation.py`.
 
 The same prompts in the same batches, greedy, in turns. `even` stops all answers at the same short
-length; `mixed` lets them end where they end, so that a batch holds short and long ones.
+length; `mixed` lets them end where they end, so that a batch holds short and long ones. Hugging
+Face generates with a model of its own, and once more with ours, whose head reads contiguous rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import arguments, console, rate_of, save, show, summary, take_turns
+from transformers import AutoModelForCausalLM
 
 from whiflash_infer.batch import answer_batch, left_pad
 from whiflash_infer.sources import PackagedGGUF
@@ -32,16 +37,20 @@ def main() -> None:
     target = Target.from_pretrained(
         source.resolve(), name="smollm2_135m", tap_layer_ids=[1], dtype=options.dtype
     )
+    untouched = AutoModelForCausalLM.from_pretrained(source.resolve(), dtype=target.dtype).eval()
+    contestants = {
+        "hugging face": partial(hf_answers, target, untouched),
+        "hugging face, our model": partial(hf_answers, target, target.model),
+        "whiflash": partial(our_answers, target),
+    }
     batches = prompt_batches(target, options.batch_size, options.batches)
     results = {}
     for kind, new_tokens in NEW_TOKENS.items():
-        rates = take_turns(
-            {
-                "hugging face": rate_of(lambda n=new_tokens: run(hf_answers, target, batches, n)),
-                "whiflash": rate_of(lambda n=new_tokens: run(our_answers, target, batches, n)),
-            },
-            repeats=options.repeats,
-        )
+        timed = {
+            name: rate_of(partial(run, answer, batches, new_tokens))
+            for name, answer in contestants.items()
+        }
+        rates = take_turns(timed, repeats=options.repeats)
         results[kind] = summary(rates, baseline="hugging face")
         show(f"{kind} lengths, at most {new_tokens} new tokens", "tokens/s", results[kind])
         results[kind]["answer_lengths"] = lengths(target, batches, new_tokens)
@@ -64,9 +73,13 @@ def prompt_batches(target: Target, size: int, count: int) -> list[list[list[int]
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
-def run(answer, target: Target, batches: list[list[list[int]]], new_tokens: int) -> int:
+def run(
+    answer: Callable[[list[list[int]], int], list[list[int]]],
+    batches: list[list[list[int]]],
+    new_tokens: int,
+) -> int:
     """Answers all batches; the tokens produced, counted from the ids, stop tokens included."""
-    return sum(len(ids) for batch in batches for ids in answer(target, batch, new_tokens))
+    return sum(len(ids) for batch in batches for ids in answer(batch, new_tokens))
 
 
 def our_answers(target: Target, batch: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -74,9 +87,11 @@ def our_answers(target: Target, batch: list[list[int]], new_tokens: int) -> list
 
 
 @torch.inference_mode()
-def hf_answers(target: Target, batch: list[list[int]], new_tokens: int) -> list[list[int]]:
+def hf_answers(
+    target: Target, model: Any, batch: list[list[int]], new_tokens: int
+) -> list[list[int]]:
     ids, mask = left_pad(batch, target.chat.pad_id)
-    output = target.model.generate(  # pyright: ignore
+    output = model.generate(
         ids,
         attention_mask=mask.long(),
         max_new_tokens=new_tokens,

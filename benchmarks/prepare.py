@@ -33,10 +33,8 @@ SETTINGS = DataSettings(
     in_evaluation="drop",
     mask=RULES,
 )
-WORDS = (
-    "the a house river light answer because every number small green walks under seven quickly "
-    "value list returns open bridge morning reason further while between water paper follows"
-).split()
+WORDS = "house river light answer because every number small green walks under seven quickly value "
+WORDS += "list returns open bridge morning reason further while between water paper follows the a"
 
 
 def main() -> None:
@@ -73,7 +71,7 @@ def write_conversations(folder: Path, count: int) -> DataSource:
     rng = random.Random(0)
 
     def words(fewest: int, most: int) -> str:
-        return " ".join(rng.choices(WORDS, k=rng.randint(fewest, most)))
+        return " ".join(rng.choices(WORDS.split(), k=rng.randint(fewest, most)))
 
     with (folder / "rows.jsonl").open("w") as file:
         for index in range(count):
@@ -102,7 +100,8 @@ def write_conversations(folder: Path, count: int) -> DataSource:
 def masked_rows(data: DataSource, masker: Masker) -> list[MaskedRow]:
     rows = list(data.read("train", Tally(), roles={}))
     parts = [masker(rows[i : i + CHUNK]) for i in range(0, len(rows), CHUNK)]
-    return [row for part in parts for outcome in part if isinstance(outcome, list) for row in outcome]
+    good = [outcome for part in parts for outcome in part if isinstance(outcome, list)]
+    return [row for outcome in good for row in outcome]
 
 
 def prepare(data: DataSource, masker: Masker, folder: Path) -> int:

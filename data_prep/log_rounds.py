@@ -29,7 +29,7 @@ from whiflash_train.batches import DrafterBatch, validation_batches
 from whiflash_train.data.conversations import SPLITS, load_conversations
 from whiflash_train.entry import entry_point
 from whiflash_train.runner import load_drafters, load_target
-from whiflash_train.teacher import Teacher
+from whiflash_train.teacher import OnlineTeacher
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -80,7 +80,7 @@ def label_split(
 ) -> list[ConversationRounds]:
     """Dense rounds of every conversation, in the data set's order."""
     pad = target.chat.pad_id
-    teacher = Teacher(target, keep=False)
+    teacher = OnlineTeacher(target)
     found: dict[int, ConversationRounds] = {}
     batches = validation_batches(rows, batch_size=batch_size, pad_id=pad)
     for batch in track(batches, description=f"labelling {split}", console=console):

@@ -48,9 +48,7 @@ def kill_after(pid: int, seconds: float) -> int:
     return exit_status(pid)
 
 
-def kill_at_random(
-    start: Callable[[], int], *, times: int, within: float, seed: int
-) -> int:
+def kill_at_random(start: Callable[[], int], *, times: int, within: float, seed: int) -> int:
     """Start and kill a child again and again, `within` so many seconds; how many were killed."""
     rng = random.Random(seed)
     ends = [kill_after(start(), rng.uniform(0.0, within)) for _ in range(times)]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from whiflash_infer.sampling import probabilities, sample
+from whiflash_infer.sampling import next_tokens
 from whiflash_infer.target import Target
 
 _SHRINK_BELOW = 0.75  # a batch is packed anew when this share of its rows is still unfinished
@@ -37,7 +37,7 @@ def answer_batch(
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
         logits = target.read_batch(ids, mask, positions, cache)
-        tokens = sample(probabilities(logits, temperature), generator)
+        tokens = next_tokens(logits, temperature, generator)
         for prompt, token in zip(active, tokens.tolist(), strict=True):
             if not finished[prompt]:
                 answers[prompt].append(token)

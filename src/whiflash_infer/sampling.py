@@ -15,5 +15,14 @@ def probabilities(logits: Float[Tensor, "N V"], temperature: float) -> Float[Ten
     return (logits.float() / temperature).softmax(-1)
 
 
+def next_tokens(
+    logits: Float[Tensor, "N V"], temperature: float, generator: torch.Generator | None
+) -> Int[Tensor, " N"]:
+    """What plain decoding goes on with. Greedy draws nothing: V random numbers a row cost time."""
+    if temperature == 0.0:
+        return logits.float().argmax(-1)
+    return sample(probabilities(logits, temperature), generator)
+
+
 def sample(probs: Float[Tensor, "N V"], generator: torch.Generator | None) -> Int[Tensor, " N"]:
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)

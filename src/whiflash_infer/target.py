@@ -94,7 +94,7 @@ class Target:
         self._cache_argument = _cache_argument(model)
         for layer_id in self.tap_layer_ids:
             self.layer(layer_id).register_forward_hook(self._capture_output(layer_id))
-        self._head.register_forward_pre_hook(self._capture_head_input)
+        self._head.register_forward_pre_hook(self._enter_head)
 
     @classmethod
     def from_pretrained(
@@ -227,8 +227,11 @@ class Target:
 
         return hook
 
-    def _capture_head_input(self, _module: nn.Module, inputs: Any) -> None:
-        self._captured["head"] = inputs[0]
+    def _enter_head(self, _module: nn.Module, inputs: Any) -> tuple[Tensor]:
+        """Keep what the head reads, and give it contiguous. Of the last rows of a batch, which are
+        not, torch makes a batched product with a frozen head, copying the head for every row."""
+        self._captured["head"] = inputs[0].contiguous()
+        return (self._captured["head"],)
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:

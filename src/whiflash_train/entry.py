@@ -8,7 +8,8 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,9 @@ def entry_point(
     def decorate(function: Callable[[DictConfig], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def guarded(cfg: DictConfig) -> Any:
-            try:
+            with _told_in_one_line():
                 OmegaConf.update(cfg, "paths.root", str(root.resolve()))
                 return function(cfg)
-            except UserError as error:
-                _stop(str(error), _EXIT_USER_ERROR)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                _stop(_told(error), _EXIT_USER_ERROR)
-            except KeyboardInterrupt:
-                _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
 
         folder = root.resolve() / "conf"
         run = hydra.main(version_base="1.3", config_path=str(folder), config_name=config_name)
@@ -57,16 +50,29 @@ def entry_point(
         def main() -> None:
             quiet_libraries()
             arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-            try:
+            with _told_in_one_line():
                 if not _INFORMATION & set(sys.argv):
                     check_keys(folder, config_name, arguments)
-            except UserError as error:
-                _stop(str(error), _EXIT_USER_ERROR)
             run(guarded)()
 
         return main
 
     return decorate
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Ends the process with a message and an exit status for what a user can mend."""
+    try:
+        yield
+    except UserError as error:
+        _stop(str(error), _EXIT_USER_ERROR)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _stop(_cannot_write(error), _EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
 
 
 def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
@@ -163,11 +169,11 @@ def _refuse_unknown(keys: set[str], known: set[str], where: str) -> None:
         raise UserError(f"unknown configuration key {key} ({where}).{hint}")
 
 
-def _told(error: OSError) -> str:
+def _cannot_write(error: OSError) -> str:
     where = f" {error.filename}" if error.filename else ""
     return (
-        f"cannot write{where}: {error.strerror or error}. Nothing half-written is left under its own "
-        "name; make room or choose another place with paths.artifacts=..., then run again"
+        f"cannot write{where}: {error.strerror or error}. Nothing half-written is left under its "
+        "own name; make room or choose another place with paths.artifacts=..., then run again"
     )
 
 

@@ -168,8 +168,8 @@ def warn_of_other_rendering(target: Target, drafters: dict[str, Any]) -> None:
         if there is not None and there != here:
             console.print(
                 f"[bold yellow]warning[/bold yellow]: the {arm} drafter was trained on "
-                f"conversations rendered with {there}, and this run renders with {here}: set chat.* "
-                "alike",
+                f"conversations rendered with {there}, and this run renders with {here}: give both "
+                "the same chat.* options",
                 soft_wrap=True,
             )
 

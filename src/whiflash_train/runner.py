@@ -103,6 +103,8 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
     )
     trainee: Trainee = task.build(workspace)
     _show_start(cfg.task, trainee)
+    if trainee.preview is not None:
+        trainee.preview(console, cfg.show_mask)
     checkpoints = _checkpoint_callback(output_dir, task.fit, trainee.monitor, resume=cfg.resume)
     _same_run(output_dir / "task.json", workspace.resolved_config, cfg.task, resume=cfg.resume)
     module = TraineeModule(

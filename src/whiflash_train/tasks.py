@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
+from rich.console import Console
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -25,13 +26,15 @@ from whiflash_infer.router import RouterSettings, save_router
 from whiflash_infer.target import Target
 from whiflash_train.batches import TrainingBatches, validation_batches
 from whiflash_train.checks import checked
-from whiflash_train.data.conversations import load_conversations
+from whiflash_train.data.conversations import first_row, load_conversations
+from whiflash_train.data.feature_cache import FeatureCache, feature_identity
+from whiflash_train.data.preview import show_masks
 from whiflash_train.data.vocabulary import choose_vocabulary
 from whiflash_train.module import Objective
 from whiflash_train.objectives import ar_objective, diffusion_objective, router_objective
 from whiflash_train.replay_validation import ReplayValidation
 from whiflash_train.router_data import RouterBatches, stack_rounds
-from whiflash_train.teacher import Teacher
+from whiflash_train.teacher import Features, Teacher, make_teacher
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 TASKS = ("ar_drafter", "diffusion_drafter", "router")
@@ -56,6 +59,7 @@ class Trainee:
 
     train_batches(start_step) yields the batches from that step on. The best checkpoint is the one
     with the highest `monitor`. export(path) writes the artefact from the network as it is then.
+    preview(console, count) shows what is learnt from.
     """
 
     net: nn.Module
@@ -65,6 +69,7 @@ class Trainee:
     monitor: str
     export: Callable[[Path, Mapping[str, float]], None]
     facts: dict[str, str]
+    preview: Callable[[Console, int], None] | None = None
     callbacks: list[Callback] = field(default_factory=list)
 
 
@@ -100,7 +105,7 @@ class ARDrafterTask:
     train_head: bool
     step_decay: float
     num_anchors: int | None
-    features: Literal["online", "memory"]
+    features: Features
 
     def build(self, workspace: Workspace) -> Trainee:
         target = workspace.load_target()
@@ -120,7 +125,7 @@ class ARDrafterTask:
         if self.init == "target":
             start_ar(net, target)
         start_head(net, target, trainable=self.train_head)
-        teacher = Teacher(target, keep=self.features == "memory")
+        teacher = _teacher(self.features, workspace, target, manifest)
         objective = partial(
             ar_objective,
             teacher=teacher,
@@ -146,7 +151,7 @@ class DiffusionDrafterTask:
     smoothing: float
     gamma: float
     num_anchors: int | None
-    features: Literal["online", "memory"]
+    features: Features
 
     def build(self, workspace: Workspace) -> Trainee:
         target = workspace.load_target()
@@ -165,7 +170,7 @@ class DiffusionDrafterTask:
         )
         if self.init == "target":
             start_diffusion(net, target)
-        teacher = Teacher(target, keep=self.features == "memory")
+        teacher = _teacher(self.features, workspace, target, manifest)
         objective = partial(
             diffusion_objective,
             teacher=teacher,
@@ -265,6 +270,27 @@ def _require_priced(path: Path, costs: CostModel, max_draft: Mapping[str, int]) 
     )
 
 
+def _teacher(
+    features: Features,
+    workspace: Workspace,
+    target: Target,
+    conversations: Mapping[str, Any],
+) -> Teacher:
+    def open_cache() -> FeatureCache:
+        identity = feature_identity(
+            target,
+            conversations=conversations["fingerprint"],
+            dtype=workspace.resolved_config["features"]["dtype"],
+        )
+        cache = FeatureCache.open(workspace.paths["features"], identity)
+        path = workspace.paths["conversations"]
+        for split in ("train", "validation"):
+            cache.require({split: load_conversations(path, split, target.identity())[0]})
+        return cache
+
+    return make_teacher(features, target, open_cache)
+
+
 def _drafter_trainee(
     task: ARDrafterTask | DiffusionDrafterTask,
     workspace: Workspace,
@@ -279,6 +305,10 @@ def _drafter_trainee(
     rows, _ = load_conversations(path, "train", target.identity())
     held_out, _ = load_conversations(path, "validation", target.identity())
     pad_id = target.chat.pad_id
+
+    def preview(console: Console, count: int) -> None:
+        shown = [first_row(rows.select([i])) for i in range(min(count, len(rows)))]
+        show_masks(console, target.chat, shown)
 
     def export(folder: Path, metrics: Mapping[str, float]) -> None:
         manifest = {
@@ -307,6 +337,7 @@ def _drafter_trainee(
         val_batches=validation_batches(held_out, batch_size=task.fit.batch_size, pad_id=pad_id),
         monitor="val/tau",
         export=export,
+        preview=preview,
         facts={
             "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}, frozen, taps "
             f"{list(target.tap_layer_ids)}",

@@ -116,8 +116,8 @@ def test_a_full_disk_stops_it_cleanly_and_elsewhere_it_completes(
     rows = [{"prompt": f"{i} " + "long question " * 30, "answer": "yes"} for i in range(1500)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     command = (
-        "data_prep/prepare.py source=file source.file.path=rows.jsonl data.limit=null paths.artifacts=small/tiny "
-        "hydra.run.dir=run"
+        "data_prep/prepare.py source=file source.file.path=rows.jsonl data.limit=null "
+        "paths.artifacts=small/tiny hydra.run.dir=run"
     )
 
     def on_small_disk() -> int:
@@ -194,7 +194,7 @@ def test_answers_of_a_server_stand_in_input_order_once_each_and_are_masked_like_
     tokenizer = byte_tokenizer()
     for row in rows_of(folder):
         kept = [i for i, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m]
-        text = tokenizer.decode(kept)
+        text = str(tokenizer.decode(kept))
         assert text.startswith("answer to Question")
         assert text.endswith("<|im_end|>")
         assert not row["truncated"]

@@ -601,7 +601,7 @@ MUTE = "{% for m in messages if m.role == 'user' %}{{ m.content + '[A]' }}{% end
         ({"input_ids": [5, 6], "loss_mask": [0, 0]}, {}, "too_few_supervised_tokens"),
         ({"text": "<|endoftext|>"}, {"text": "plain"}, "too_few_supervised_tokens"),
         (talk("Hi", "Hello."), {}, "too_few_supervised_tokens"),
-        ({"text": "Hi<|eos|>[A]\n"}, {}, "no_answer"),
+        ({"text": "Hi[A]\n"}, {}, "no_answer"),
     ],
 )
 def test_a_row_without_anything_to_supervise_is_dropped_however_few_tokens_are_enough(
@@ -780,15 +780,14 @@ def test_reasoning_left_out_ends_with_the_token_that_holds_its_last_letter() -> 
     assert drawn_tokens(chat, row).endswith("|<think>|Ċ|A|d|d|.Ċ|#</think>|#ĊĊ|#4|#<|im_end|>")
 
 
-def test_reasoning_left_out_may_end_with_a_letter_of_several_tokens() -> None:
-    # One byte of the smile already decodes to one letter.
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "reasoning_content": "Smile 🙂", "content": "🙂"},
-    ]
-    assert drawings(REASONING.chat(), {"messages": messages}, reasoning=False) == [
+# One byte of the smile already decodes to one letter; an x is what the end is probed with.
+@pytest.mark.parametrize("thought", ["Smile 🙂", "Max"])
+def test_reasoning_left_out_is_left_out_to_its_last_letter(thought: str) -> None:
+    said = {"role": "assistant", "reasoning_content": thought, "content": "🙂"}
+    raw = {"messages": [{"role": "user", "content": "Hi"}, said]}
+    assert drawings(REASONING.chat(), raw, reasoning=False) == [
         "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nSmile 🙂⟦\n</think>\n\n🙂<|im_end|>⟧"
+        f"<|im_start|>assistant\n<think>\n{thought}⟦\n</think>\n\n🙂<|im_end|>⟧"
     ]
 
 

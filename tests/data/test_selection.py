@@ -155,7 +155,7 @@ def test_taking_evenly_leaves_short_lists_alone() -> None:
 
 def test_splits_follow_from_the_content_alone_and_from_each_purpose_apart(tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": f"question {i}"} for i in range(400)]
-    fractions = {"validation_fraction": 0.25, "router_fraction": 0.25}
+    fractions: dict[str, Any] = {"validation_fraction": 0.25, "router_fraction": 0.25}
     data = source(write(tmp_path / "rows.jsonl", rows))
     picked, _ = pick({"own": data}, **fractions)
     for split, share in (("validation", 0.25), ("router", 0.75 * 0.25)):

@@ -17,7 +17,7 @@ from whiflash_infer.target import Target
 from whiflash_infer.types import Generation
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.objectives import ar_objective, diffusion_objective
-from whiflash_train.teacher import Teacher
+from whiflash_train.teacher import MemoryTeacher, OnlineTeacher
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 PROMPT, NEW = 12, 36
@@ -48,7 +48,7 @@ def runners(target: Target, text: list[int]) -> dict[str, ARRunner | DiffusionRu
     """Drafters trained on the text until they draft much of it, but not all."""
     torch.manual_seed(0)
     shape, tables, batch = target.drafter_shape, target.tables, as_batch(text)
-    teacher = Teacher(target, keep=True)
+    teacher = MemoryTeacher(target)
     ar = ARDrafter(
         ARDrafterConfig(shape=shape, draft_vocab_size=shape.vocab_size, tap_layer_ids=TAPS)
     )
@@ -93,7 +93,7 @@ def labels(
 ) -> dict[str, dict[int, int]]:
     """Accepted drafts by arm and position."""
     batch = as_batch(text)
-    rows = Teacher(target, keep=False)(batch)
+    rows = OnlineTeacher(target)(batch)
     sequences = batch.ids, batch.lengths, rows, batch.anchors
     ar, diffusion = runners["ar"], runners["diffusion"]
     assert isinstance(ar, ARRunner)

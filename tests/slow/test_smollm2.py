@@ -17,8 +17,9 @@ from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticP
 from whiflash_infer.sources import PackagedGGUF
 from whiflash_infer.target import Target
 from whiflash_train.batches import DrafterBatch
-from whiflash_train.prompts import Tally, read_prompts, take_evenly
-from whiflash_train.teacher import Teacher
+from whiflash_train.data.readers import read_files
+from whiflash_train.data.selection import take_evenly
+from whiflash_train.teacher import OnlineTeacher
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 pytestmark = pytest.mark.slow
@@ -68,8 +69,9 @@ def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: Target) -> list[list[int]]:
-    rows = read_prompts("builtin", builtin=PROMPTS, split="evaluation", tally=Tally())
-    return [smollm2.render_prompt(p.messages) for p in take_evenly(rows, 3)]
+    rows = [row for _, row in read_files(str(PROMPTS / "evaluation.jsonl"), "evaluation")]
+    picked = take_evenly(rows, 3, lambda row: row["category"])
+    return [smollm2.chat.prompt_ids(row["messages"]) for row in picked]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def test_dense_labels_equal_what_the_decoder_accepts(
             anchor_mask=torch.ones_like(anchors, dtype=torch.bool),
             rows=torch.tensor([0]),
         )
-        rows = Teacher(smollm2, keep=False)(batch)
+        rows = OnlineTeacher(smollm2)(batch)
         sequences = batch.ids, batch.lengths, rows, anchors
         labels = {
             "ar": label_ar(ar.net, ar.tables, *sequences, draft_length=5).accepted[0],

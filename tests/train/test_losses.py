@@ -14,7 +14,7 @@ from whiflash_infer.target import Target
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.losses import chained_hits, decay_weights, dpace_weights, head_cross_entropy
 from whiflash_train.objectives import Outcome, ar_objective, diffusion_objective
-from whiflash_train.teacher import Teacher
+from whiflash_train.teacher import OnlineTeacher
 
 T, X = True, False
 USED = torch.arange(1, 261, 3)  # what `tiny_ar` drafts
@@ -107,7 +107,7 @@ def test_a_hit_counts_only_behind_hits() -> None:
 
 
 def run_objective(name: str, target: Target, batch: DrafterBatch) -> tuple[nn.Module, Outcome]:
-    teacher, shape = Teacher(target, keep=False), target.drafter_shape
+    teacher, shape = OnlineTeacher(target), target.drafter_shape
     if name == "ar":
         ar = tiny_ar(shape, seed=1, tap_size=TAP_SIZE).requires_grad_(True)
         return ar, ar_objective(ar, batch, teacher=teacher, draft_length=3, step_decay=0.8)

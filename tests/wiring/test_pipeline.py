@@ -77,6 +77,29 @@ def test_the_lossless_check_passes_in_float32_and_refuses_bfloat16(workplace: Pa
     assert "add dtype=float32" in refused.err
 
 
+def test_the_thinking_mode_is_remembered_and_another_one_is_warned_of(workplace: Path) -> None:
+    for artefact in ("conversations", "ar_drafter", "diffusion_drafter"):
+        chat = manifest_of(workplace, artefact)["chat"]
+        assert chat == {"enable_thinking": None, "template_kwargs": {}}
+    command = "evaluate.py evaluate.limit=1 evaluate.policies=[plain] paths.evaluation=thinking"
+    warning = "the ar drafter was trained on conversations rendered with"
+    assert warning not in run(workplace, command)
+    assert warning in run(workplace, f"{command} chat.enable_thinking=true")
+
+
+def test_drafters_train_on_conversations_that_another_program_answered(workplace: Path) -> None:
+    rows = [{"prompt": f"Question {i}?", "answer": f"Answer {i}."} for i in range(60)]
+    (workplace / "answered.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    data = "paths.conversations=answered/conversations"
+    run(
+        workplace,
+        f"data_prep/prepare.py {data} source=file source.file.path=answered.jsonl data.limit=null",
+    )
+    output = run(workplace, f"train.py task=ar_drafter {data} paths.ar_drafter=answered/ar")
+    assert "⟦Answer" in output
+    assert (workplace / "answered/ar/model.safetensors").is_file()
+
+
 def test_a_sweep_over_the_price_makes_a_run_each_and_one_table(workplace: Path) -> None:
     before = manifest_of(workplace, "router")
     output = run(workplace, "train.py -m task=router router.lam=0,10,auto")
@@ -117,7 +140,10 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
         ("train.py task=router router.fit.max_steps=0", "max_steps is 0"),
         ("evaluate.py chekpoint=x", "Did you mean checkpoint"),
         ("evaluate.py evaluate.policies=[plain,hazrd]", "unknown policy 'hazrd'"),
-        ("data_prep/generate.py source=file source.file.path=absent.jsonl", "no data at absent.jsonl"),
+        (
+            "data_prep/generate.py source=file source.file.path=absent.jsonl",
+            "no data at absent.jsonl",
+        ),
         ("data_prep/generate.py source=file", "must also give: source.file.path="),
         ("data_prep/prepare.py source=[file,gsm9k]", "Did you mean gsm8k"),
         ("data_prep/generate.py engine=opnai", "Did you mean openai"),

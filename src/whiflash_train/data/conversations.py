@@ -130,3 +130,9 @@ def load_conversations(
             f"then make it again with: {MADE_BY}"
         )
     return rows, manifest
+
+
+def first_row(rows: Dataset) -> tuple[str, list[int], list[bool]]:
+    """(id, token ids, loss mask), as `show_masks` takes it."""
+    row = rows[0]
+    return row["id"], row["input_ids"], row["loss_mask"]

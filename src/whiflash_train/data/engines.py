@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy. An answer depends on the seed and its job, not on other jobs' fate."""
+    """temperature 0 is greedy. The seed and the job shape an answer, not what became of others."""
 
     max_new_tokens: int
     temperature: float

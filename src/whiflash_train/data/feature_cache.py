@@ -15,16 +15,11 @@ shard at a time. So an interrupted run goes on, and a leftover of another run is
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import io
-import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +28,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import safetensors.torch
 import torch
 from datasets import Dataset
 from jaxtyping import Float, Int
@@ -56,6 +50,12 @@ from whiflash_infer.target import Target
 from whiflash_infer.types import TeacherRows
 from whiflash_train.checks import checked
 from whiflash_train.data.conversations import SPLITS
+from whiflash_train.data.resumable import (
+    resumable_folder,
+    told_writing,
+    write_shard,
+    write_whole,
+)
 from whiflash_train.progress import rate_bar
 
 MADE_BY = "python data_prep/cache_features.py"
@@ -304,9 +304,9 @@ def write_features(
             for shard in missing:
                 tensors = _compute_shard(shard, rows[shard.split], target, settings, advance)
                 write_shard(work / shard.name, tensors, plan.fingerprint)
-        with _told_writing(work):
+        with told_writing(work):
             write_json(work / MANIFEST, {**plan.manifest, "packages": package_versions()})
-            _write_whole(work / INDEX, _parquet(index_table(plan)))
+            write_whole(work / INDEX, _parquet(index_table(plan)))
     console.print(f"[bold]features[/bold] written to {path}", soft_wrap=True)
 
 
@@ -438,111 +438,6 @@ def _compute(
     mask = np.concatenate([np.asarray(m, dtype=np.uint8) for m in picked["loss_mask"]])
     own = {"ids": torch.cat(texts).to(torch.int32), "mask": torch.from_numpy(mask)}
     return {**{name: tensor.cpu() for name, tensor in features.items()}, **own}
-
-
-@contextmanager
-def resumable_folder(path: Path, fingerprint: str) -> Iterator[Path]:
-    """Yield the folder in which the artefact of this fingerprint grows; on success it is `path`.
-
-    After a failure what is in it stays for the next run with the same fingerprint. Success replaces
-    the old artefact and removes what runs with other fingerprints left.
-    Raises: UserError when the folder cannot be written, or another run is writing it.
-    """
-    work = path.with_name(f".{path.name}-{fingerprint}.work")
-    with _told_writing(work):
-        work.mkdir(parents=True, exist_ok=True)
-    with _locked(work) as alone:
-        if not alone:
-            raise UserError(f"another run is writing {work}: wait for it, or stop it")
-        try:
-            yield work
-        except BaseException:
-            with suppress(OSError):
-                work.rmdir()  # if nothing is in it
-            raise
-        with _told_writing(work):
-            _put_in_place(work, path)
-    _remove_leftovers(path)
-
-
-def write_shard(path: Path, tensors: Mapping[str, Tensor], fingerprint: str) -> None:
-    """Write a safetensors file whole or not at all. Raises: UserError when the disk refuses."""
-    # One metadata key: their order in the file is random.
-    whole = safetensors.torch.save(dict(tensors), metadata={"fingerprint": fingerprint})
-    with _told_writing(path.parent):
-        path.parent.mkdir(exist_ok=True)
-        _write_whole(path, whole)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _put_in_place(work: Path, path: Path) -> None:
-    retired = path.with_name(f".{path.name}.old")
-    shutil.rmtree(retired, ignore_errors=True)
-    if path.exists():
-        path.rename(retired)
-    work.rename(path)
-    _sync_folder(path.parent)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Other fingerprints' unfinished folders, but for those in which a run is at work."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]+\.work")
-    for folder in path.parent.iterdir():
-        if pattern.fullmatch(folder.name):
-            with _locked(folder) as unused:
-                if unused:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process has the folder for itself; the lock ends with the process."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _told_writing(folder: Path) -> Iterator[None]:
-    """Raises: UserError in one line for what a disk can refuse."""
-    try:
-        yield
-    except OSError as error:
-        cause = os.strerror(error.errno) if error.errno else str(error)
-        advice = "Free some space" if error.errno == errno.ENOSPC else "Mend that"
-        raise UserError(
-            f"cannot write {folder}: {cause}. {advice} and run the same command again: it goes on "
-            "from what is complete"
-        ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class FeatureCache:

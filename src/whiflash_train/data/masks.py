@@ -16,21 +16,20 @@ reasoning, say), every answer becomes a row of its own, with the history as it w
 from __future__ import annotations
 
 import functools
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 from whiflash_infer.chat import Chat, TemplateRejects
 from whiflash_train.checks import checked
+from whiflash_train.data.markers import Markers, Span
 from whiflash_train.data.rows import AnyRow, Conversation, Message, PlainText, TokenRow
 from whiflash_train.data.tally import BadRow
 
 T = TypeVar("T")
 _Tokens = tuple[list[int], dict[int, int]]  # ids, and how many of them stand before each cut
-_ASKED, _THOUGHT, _SAID = "probe-of-a-question", "probe-of-a-thought", "probe-of-an-answer"
 
 
 @checked
@@ -68,33 +67,12 @@ class MaskedRow:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Character positions of one answer; reasoning_end: where its reasoning ends, if left out."""
-
-    start: int
-    end: int
-    reasoning_end: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Markers:
-    """What running text is searched for.
-
-    opening: stands before an answer. closing: ends one. thought: ends its reasoning, if rendered.
-    """
-
-    opening: str
-    closing: re.Pattern[str]
-    thought: str | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
     """A row's text before it is encoded. plain: stop tokens may stand anywhere in it."""
 
     text: str
-    spans: list[_Span]
+    spans: list[Span]
     truncated: bool
     turn: int | None = None
     notes: tuple[str, ...] = ()
@@ -164,7 +142,7 @@ class Masker:
 
     def _answer_span(
         self, messages: list[Message], index: int, closed: str, row: Conversation
-    ) -> _Span:
+    ) -> Span:
         opened = self._text(messages[:index], row, add_generation_prompt=True)
         if not closed.startswith(opened):
             raise BadRow(
@@ -175,7 +153,7 @@ class Masker:
         reasoning_end = None
         if not self.rules.reasoning:
             reasoning_end = self._reasoning_end(messages[: index + 1], closed, row)
-        return _Span(len(opened), len(closed), reasoning_end)
+        return Span(len(opened), len(closed), reasoning_end)
 
     def _reasoning_end(self, messages: list[Message], closed: str, row: Conversation) -> int:
         """Where the reasoning of the last message ends: what follows it renders the same
@@ -201,77 +179,25 @@ class Masker:
                 messages, row.tools, add_generation_prompt=add_generation_prompt
             )
         except TemplateRejects as error:
-            raise BadRow("template_rejects", str(error)[:160]) from None
-
-    # ---- running text
+            raise BadRow("template_rejects", str(error)) from None
 
     def _render_text(self, row: PlainText) -> _Rendered:
         """Running text, or a conversation that somebody rendered."""
         if self.rules.text == "plain":
-            spans = [_Span(0, len(row.text), None)]
+            spans = [Span(0, len(row.text), None)]
             return _Rendered(text=row.text, spans=spans, truncated=row.truncated, plain=True)
-        spans = self._spans_in(row.text)
+        try:
+            spans = self._markers.answers_in(row.text)
+        except TemplateRejects as error:
+            raise BadRow("template_rejects", str(error)) from None
+        if not self.rules.reasoning:
+            spans = [self._markers.behind_thought(row.text, span) for span in spans]
         spans = spans if self.rules.turns == "all" else spans[-1:]
         return _Rendered(text=row.text, spans=spans, truncated=row.truncated)
 
-    def _spans_in(self, text: str) -> list[_Span]:
-        """Answers begin behind the marker and end with the first closing before the next one."""
-        try:
-            markers = self._markers
-        except TemplateRejects as error:
-            raise BadRow("template_rejects", str(error)[:160]) from None
-        said = len(text.rstrip())
-        openings = [m for m in re.finditer(re.escape(markers.opening), text) if m.end() < said]
-        if not openings:
-            wanted = f"nothing behind {markers.opening!r}"
-            raise BadRow("no_answer", f"{wanted}; data.mask.text=plain supervises all of it")
-        limits = [*(opening.start() for opening in openings[1:]), len(text)]
-        found: list[tuple[int, int]] = []
-        for opening, limit in zip(openings, limits, strict=True):
-            closing = markers.closing.search(text, opening.end(), limit)
-            if closing is None and limit < len(text):
-                raise BadRow("unclosed_answer", f"no end before the next {markers.opening!r}")
-            # An answer that goes on behind its closing has several parts, such as channels.
-            goes_on = found and found[-1][1] == opening.start()
-            start = found.pop()[0] if goes_on else opening.end()
-            found.append((start, closing.end() if closing else limit))
-        return [_Span(start, end, self._thought_end(text, start, end)) for start, end in found]
-
-    def _thought_end(self, text: str, start: int, end: int) -> int | None:
-        if self.rules.reasoning or not self._markers.thought:
-            return None
-        place = text.find(self._markers.thought, start, end)
-        return None if place < 0 else place
-
     @functools.cached_property
-    def _markers(self) -> _Markers:
-        """Read from how the template renders a probe.
-
-        An answer ends with what the template ends one with, the last one or an earlier one, or with
-        a stop token that another special token follows.
-        """
-        asked: Message = {"role": "user", "content": _ASKED}
-        said: Message = {"role": "assistant", "content": _SAID}
-        probes = ([asked, said], [asked, said, asked])
-        tails = [self.chat.render(probe).rpartition(_SAID)[2] for probe in probes]
-        special = self._any_of(self.chat.special_ids)
-        ends = {found[0] for tail in tails if (found := re.search(special, tail))}
-        ends = ends or {tails[0].strip()} - {""}
-        opening = self.chat.answer_marker
-        if not ends or not opening.strip():
-            raise BadRow("no_markers", "nothing in the template's text tells answers apart")
-        stops = self._any_of(self.chat.stop_ids)
-        closing = rf"{_alternatives(ends)}|{stops}(?=\s*(?:{special}|\Z))"
-        said = {**said, "reasoning_content": _THOUGHT}
-        _, found, thought = (
-            self.chat.render([asked, said]).rpartition(_SAID)[0].rpartition(_THOUGHT)
-        )
-        return _Markers(opening, re.compile(closing), thought if found else None)
-
-    def _any_of(self, ids: Iterable[int]) -> str:
-        """A pattern of these tokens; a config may name a stop token that the tokenizer lacks."""
-        names = self.chat.tokenizer.convert_ids_to_tokens(sorted(ids))
-        return _alternatives(name for name in names if name)
+    def _markers(self) -> Markers:
+        return Markers.of(self.chat)
 
     # ---- encoding
 
@@ -310,6 +236,8 @@ class Masker:
         good = [o for o in outcomes if isinstance(o, MaskedRow)]
         if not good:
             raise next(o for o in outcomes if isinstance(o, BadRow))
+        if len(good) < len(outcomes):
+            good[0] = replace(good[0], notes=(*good[0].notes, "turns_left_out"))
         return good
 
     def _finish(self, row: AnyRow, part: _Rendered, encoded: _Tokens | BadRow) -> MaskedRow:
@@ -409,12 +337,6 @@ def _last_stretch(mask: list[bool]) -> list[bool]:
     end = _num_until_last(mask)
     start = next((i + 1 for i in reversed(range(end)) if not mask[i]), 0)
     return [start <= i < end for i in range(len(mask))]
-
-
-def _alternatives(texts: Iterable[str]) -> str:
-    """A pattern of any of them, or of nothing when there is none."""
-    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-    return f"(?:{'|'.join(longest_first)})" if longest_first else "(?!)"
 
 
 def _common_suffix(a: str, b: str) -> int:
