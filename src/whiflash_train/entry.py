@@ -49,6 +49,7 @@ def entry_point(
 
         def main() -> None:
             quiet_libraries()
+            sys.argv = ["strict=true" if a == "--strict" else a for a in sys.argv]
             arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
             with _told_in_one_line():
                 if not _INFORMATION & set(sys.argv):

@@ -249,3 +249,5 @@ def test_strict_stops_at_the_first_bad_row_with_its_place(straight: tuple[Path, 
     )
     assert done.status == 2
     assert "bad.jsonl:3: no_messages" in done.err
+    flag = attempt(folder, "data_prep/generate.py --strict source=file source.file.path=bad.jsonl")
+    assert flag.err == done.err

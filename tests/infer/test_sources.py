@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from whiflash_infer.chat import Chat
 from whiflash_infer.errors import UserError
 from whiflash_infer.sources import HuggingFace, PackagedGGUF, RandomTiny, byte_tokenizer
 from whiflash_infer.target import Target, resolve_dtype
@@ -72,15 +74,14 @@ def test_taps_are_the_outputs_of_the_layers_asked_for(target: Target) -> None:
     assert torch.allclose(rows.hidden, states[-1], atol=1e-5)
 
 
-def test_stop_tokens_are_the_union_of_all_that_name_them(target: Target) -> None:
-    model: Any = target.model
-    generation_config = model.generation_config
-    before = generation_config.eos_token_id
-    generation_config.eos_token_id = [2, 7]
-    try:
-        assert target.stop_ids == {2, 7}
-    finally:
-        generation_config.eos_token_id = before
+def test_stop_tokens_are_the_union_of_all_that_name_them(target: Target, tmp_path: Path) -> None:
+    source = Path(target.model.config._name_or_path)  # pyright: ignore
+    folder = tmp_path / "two_stops"
+    shutil.copytree(source, folder)
+    named = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**named, "eos_token_id": [5, 7]}))
+    loaded = Target.from_pretrained(str(folder), name="t", tap_layer_ids=[1])
+    assert loaded.stop_ids == Chat.from_pretrained(str(folder)).stop_ids == {2, 5, 7}
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:

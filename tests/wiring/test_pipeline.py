@@ -218,6 +218,26 @@ def logged(folder: Path, version: int) -> list[dict[str, str]]:
     return [row for row in by_step.values() if "train/loss" in row]
 
 
+def test_drafters_learn_from_cached_features_what_they_learn_online(workplace: Path) -> None:
+    exact = "dtype=float32 trainer.precision=32-true trainer.log_every=1 features.dtype=float32"
+    generated = f"{exact} paths.conversations=exact/conversations paths.features=exact/features"
+    run(workplace, f"data_prep/generate.py {generated}")
+    assert "GB" in run(workplace, f"data_prep/cache_features.py {generated} features.margin_gb=0.0")
+    for task in ("ar_drafter", "diffusion_drafter"):
+        losses = {}
+        for features in ("online", "cached"):
+            folder = f"exact/{task}_{features}"
+            run(
+                workplace,
+                f"train.py task={task} {generated} {task}.features={features} "
+                f"hydra.run.dir={folder} paths.{task}={folder}/drafter",
+            )
+            rows = logged(workplace / folder, 0)
+            losses[features] = [float(row["train/loss"]) for row in rows]
+        assert len(losses["cached"]) == 20
+        assert losses["cached"] == pytest.approx(losses["online"], rel=1e-4)
+
+
 def test_an_interrupted_training_resumes_to_the_same_losses_and_rates(workplace: Path) -> None:
     options = (
         "train.py task=ar_drafter trainer.log_every=1 trainer.precision=32-true dtype=float32 "
