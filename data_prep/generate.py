@@ -49,6 +49,7 @@ def generate(cfg: DictConfig) -> None:
     processes = Processes.here()
     console.quiet = not processes.is_main
     settings, sources, evaluation_turns = data_settings(cfg)
+    require_room(cfg.generate, settings.mask.max_length)
     tally = Tally(strict=cfg.strict)
     picked = list(
         pick_rows(sources, settings, tally, evaluation_turns=evaluation_turns, convert=as_prompt)
@@ -76,6 +77,16 @@ def generate(cfg: DictConfig) -> None:
     if processes.is_main:
         finish(cfg, path, manifest, dialogues, chat, tally, store)
     processes.wait()
+
+
+def require_room(section: DictConfig, max_length: int) -> None:
+    """Raises: UserError when a row may become longer than rows may be: its end would be lost."""
+    longest = section.max_prompt_tokens + section.max_new_tokens
+    if longest > max_length:
+        raise UserError(
+            f"generate.max_prompt_tokens + generate.max_new_tokens = {longest} is more than "
+            f"data.mask.max_length={max_length}: raise that, or lower one of them"
+        )
 
 
 def sampling(cfg: DictConfig) -> Sampling:

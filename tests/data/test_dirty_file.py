@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.common import source
 from whiflash_infer.chat import Chat
 from whiflash_infer.errors import UserError
 from whiflash_infer.sources import byte_tokenizer
 from whiflash_train.data.masks import Masker, MaskRules
 from whiflash_train.data.rows import AnyRow, Conversation, PlainText, TokenRow
-from whiflash_train.data.sources import DataSource
 from whiflash_train.data.tally import BadRow, Tally
 
 
@@ -143,22 +143,6 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_file_order() -> list[tuple[bytes, list[str] | str]]:
     pairs = zip(GOOD, BAD, strict=False)
     return [*(line for pair in pairs for line in pair), *BAD[len(GOOD) :]]
-
-
-def source(path: Path) -> DataSource:
-    return DataSource(
-        path=str(path),
-        hub_file=None,
-        name=None,
-        revision=None,
-        split="train",
-        validation_split=None,
-        streaming=False,
-        limit=None,
-        weight=1.0,
-        columns={},
-        category=None,
-    )
 
 
 def read(path: Path, tally: Tally) -> list[AnyRow]:

@@ -241,6 +241,24 @@ def test_a_run_may_go_on_without_the_prompts_that_got_no_answer(
     assert len(rows_of(folder)) == 31
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("generate.max_prompt_tokens=2030", "more than data.mask.max_length=2048"),
+        (
+            "generate.max_new_tokens=2040 generate.max_prompt_tokens=60 data.mask.max_length=9999",
+            "more than the 2048 that tiny reads",
+        ),
+    ],
+)
+def test_rows_that_would_be_too_long_are_told_before_anything_is_answered(
+    straight: tuple[Path, float], options: str, message: str
+) -> None:
+    done = attempt(straight[0], f"{COMMAND} {options}")
+    assert done.status == 2
+    assert message in done.err
+
+
 def test_strict_stops_at_the_first_bad_row_with_its_place(straight: tuple[Path, float]) -> None:
     folder, _ = straight
     (folder / "bad.jsonl").write_text('{"prompt": "good"}\n\n{"messages": []}\n')

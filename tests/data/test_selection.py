@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.common import source
 from whiflash_infer.errors import UserError
 from whiflash_train.data.masks import MaskRules
 from whiflash_train.data.rows import Conversation
@@ -25,22 +26,6 @@ BUILTIN = Path(__file__).parents[2] / "data_prep" / "prompts" / "{split}.jsonl"
 RULES = MaskRules(
     turns="all", reasoning=True, text="chat", max_length=64, over_long="drop", min_supervised=2
 )
-
-
-def source(path: Path | str, **fields: Any) -> DataSource:
-    defaults: dict[str, Any] = {
-        "hub_file": None,
-        "name": None,
-        "revision": None,
-        "split": "train",
-        "validation_split": None,
-        "streaming": False,
-        "limit": None,
-        "weight": 1.0,
-        "columns": {},
-        "category": None,
-    }
-    return DataSource(path=str(path), **{**defaults, **fields})
 
 
 def settings(**fields: Any) -> DataSettings:
@@ -164,6 +149,23 @@ def test_splits_follow_from_the_content_alone_and_from_each_purpose_apart(tmp_pa
     again, _ = pick({"own": source(write(tmp_path / "renamed.jsonl", renamed))}, **fractions)
     for split in ("train", "router", "validation"):
         assert {f"x{i}" for i in ids(picked, split)} == set(ids(again, split))
+
+
+def test_other_answers_to_the_same_question_fall_into_the_same_split(tmp_path: Path) -> None:
+    # A question in training whose other answer is in validation would flatter the drafter.
+    rows = [{"prompt": f"q{i}", "answer": f"{n} of {i}"} for i in range(60) for n in range(3)]
+    picked, _ = pick(
+        {"own": source(write(tmp_path / "r.jsonl", rows))},
+        None,
+        validation_fraction=0.3,
+        router_fraction=0.3,
+    )
+    found: dict[str, set[str]] = {}
+    for part in picked:
+        assert isinstance(part.row, Conversation)
+        found.setdefault(part.row.user_turns[0], set()).add(part.split)
+    assert len(picked) == 180
+    assert all(len(splits) == 1 for splits in found.values())
 
 
 def test_a_source_with_a_validation_split_holds_nothing_out_of_the_other(tmp_path: Path) -> None:

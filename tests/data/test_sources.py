@@ -13,27 +13,11 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from tests.data.common import source
 from whiflash_infer.errors import UserError
 from whiflash_train.data.rows import AnyRow, Conversation, PlainText, TokenRow
 from whiflash_train.data.sources import DataSource, read_mixed
 from whiflash_train.data.tally import Tally
-
-DEFAULTS: dict[str, Any] = {
-    "hub_file": None,
-    "name": None,
-    "revision": None,
-    "split": "train",
-    "validation_split": None,
-    "streaming": False,
-    "limit": None,
-    "weight": 1.0,
-    "columns": {},
-    "category": None,
-}
-
-
-def source(path: Path | str, **changes: Any) -> DataSource:
-    return DataSource(**{**DEFAULTS, "path": str(path), **changes})
 
 
 def write_rows(path: Path, *rows: Any) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from whiflash_infer.batch import answer_batch
 from whiflash_infer.chat import Chat
+from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target
 from whiflash_train.checks import checked
 from whiflash_train.data.engines import Answer, Job, Sampling
@@ -46,6 +47,7 @@ class ConnectedLocalEngine:
     def answers(
         self, jobs: list[Job], done: Container[str], sampling: Sampling
     ) -> Iterator[list[Answer]]:
+        self._require_room(jobs, sampling.max_new_tokens)
         ordered = sorted(jobs, key=lambda job: (len(job.prompt_ids), job.id))
         processes = Processes.here()
         for index, start in enumerate(range(0, len(ordered), self.batch_size)):
@@ -53,6 +55,16 @@ class ConnectedLocalEngine:
             mine = index % processes.count == processes.index
             if mine and any(job.id not in done for job in batch):
                 yield self._answer(batch, sampling, seed=sampling.seed + index)
+
+    def _require_room(self, jobs: list[Job], max_new_tokens: int) -> None:
+        """Raises: UserError when a prompt and its answer may be longer than the target reads."""
+        longest = max((len(job.prompt_ids) for job in jobs), default=0)
+        if longest + max_new_tokens > self.target.max_length:
+            raise UserError(
+                f"a prompt of {longest} tokens and generate.max_new_tokens={max_new_tokens} are "
+                f"more than the {self.target.max_length} that {self.target.name} reads: lower that "
+                "or generate.max_prompt_tokens"
+            )
 
     def _answer(self, batch: list[Job], sampling: Sampling, *, seed: int) -> list[Answer]:
         outputs = answer_batch(

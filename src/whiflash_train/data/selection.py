@@ -169,11 +169,12 @@ def _limited(
 
 
 def _split(row: AnyRow, validation_fraction: float, router_fraction: float) -> str:
-    """By a hash of what the row says: stable when rows are added, renamed or reordered.
+    """By a hash of what the row asks: stable when rows are added, renamed or reordered, and other
+    answers to the same question fall into the same split.
 
     The purpose enters the hash, so that the two shares are independent of each other.
     """
-    content = content_key(row)
+    content = " ".join(row.user_turns) if isinstance(row, Conversation) else content_key(row)
 
     def share(purpose: str) -> float:
         digest = hashlib.sha256(f"{purpose}:{content}".encode()).digest()
