@@ -1,0 +1,43 @@
+"""What objectives share: means with counts, which positions count, acceptance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from whiflash_train.batches import DrafterBatch
+from whiflash_train.losses import chained_hits
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and the number of items behind it, so that uneven batches average right."""
+
+    value: Tensor
+    count: int
+
+
+Outcome = tuple[Tensor, dict[str, Mean]]
+
+
+def supervised_at(batch: DrafterBatch, positions: Int[Tensor, "B A K"]) -> Bool[Tensor, "B A K"]:
+    safe = positions.clamp(max=batch.ids.shape[1] - 1)
+    found = batch.supervised.gather(1, safe.flatten(1)).unflatten(1, safe.shape[1:])
+    return found & (positions < batch.ids.shape[1]) & batch.anchor_mask[..., None]
+
+
+def acceptance(
+    loss: Float[Tensor, ""],
+    hits: Bool[Tensor, "B A K"],
+    exists: Bool[Tensor, "B A K"],
+    anchor_mask: Bool[Tensor, "B A"],
+) -> dict[str, Mean]:
+    """Chained accuracy by slot, and simulated tau (bonus counted), over real anchors."""
+    count = int(anchor_mask.sum())
+    chain = chained_hits(hits & exists)[anchor_mask]
+    means = {"loss": Mean(loss.detach(), count), "tau": Mean(1.0 + chain.sum(-1).mean(), count)}
+    for slot, accuracy in enumerate(chain.mean(0), start=1):
+        means[f"accepted_{slot}"] = Mean(accuracy, count)
+    return means if count else {}
