@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.nets.shape import DrafterShape
 from whiflash_infer.sequence import Sequence
-from whiflash_infer.sources import RandomTiny
+from whiflash_infer.sources import RandomTiny, byte_tokenizer
 from whiflash_infer.target import Target
+from whiflash_train.block_losses import BlockObjective, ObjectiveName
+from whiflash_train.distillation import SoftLoss
 
 Net = TypeVar("Net", bound=nn.Module)
 TAPS, TAP_SIZE = (1, 3, 4), 25.0  # of the tiny target
 MASK_ID = 3
+_OPTIONS = ("fc_norm", "norm_output", "qk_norm")
+SOFT_CE = SoftLoss(name="soft_ce", kl_scale=1.0, kl_decay=3.0)
+FLAVOURS = ("classic", *_OPTIONS, "all")  # of the AR drafter: no option, one of them, all
+MARKOV_SIZE = 4.0
 # Head width times heads differs from the hidden size, as in Qwen3-4B, and so does the target's.
 ODD_SHAPE = DrafterShape(
     hidden_size=20,
@@ -42,8 +49,55 @@ def tiny_target(folder: str) -> Target:
     )
 
 
+def built_target(config: PreTrainedConfig, tap_layer_ids: tuple[int, ...]) -> Target:
+    """A target of random weights, norms included, straight from its config."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    for index, parameter in enumerate(p for p in model.parameters() if p.ndim == 1):
+        parameter.data += 0.4 * random_rows(len(parameter), seed=index)
+    return Target(model, byte_tokenizer(), name="built", tap_layer_ids=tap_layer_ids)
+
+
+def small_config(kind: Callable[..., PreTrainedConfig], num_layers: int) -> PreTrainedConfig:
+    return kind(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+
+
+def ar_config(
+    shape: DrafterShape,
+    draft_vocab_size: int,
+    *,
+    flavour: str = "classic",
+    tap_layer_ids: tuple[int, ...] = TAPS,
+) -> ARDrafterConfig:
+    options = {name: flavour in (name, "all") for name in _OPTIONS}
+    return ARDrafterConfig(
+        shape=shape,
+        draft_vocab_size=draft_vocab_size,
+        tap_layer_ids=tap_layer_ids,
+        **options,
+    )
+
+
 def tiny_ar(
-    shape: DrafterShape, *, seed: int = 0, used: Tensor | None = None, tap_size: float = 1.0
+    shape: DrafterShape,
+    *,
+    seed: int = 0,
+    used: Tensor | None = None,
+    tap_size: float = 1.0,
+    flavour: str = "classic",
 ) -> ARDrafter:
     """used: the draft vocabulary; every third token when None.
 
@@ -51,14 +105,20 @@ def tiny_ar(
     the residual, and no wrong position or token would change a draft.
     """
     used = torch.arange(1, shape.vocab_size, 3) if used is None else used
-    net = ARDrafter(ARDrafterConfig(shape=shape, draft_vocab_size=len(used), tap_layer_ids=TAPS))
+    net = ARDrafter(ar_config(shape, len(used), flavour=flavour))
     net.set_vocabulary(used)
-    randomise(net, seed).fc.weight.div_(tap_size)
+    randomise(net, seed).fc.weight.div_(1.0 if net.config.fc_norm else tap_size)
     return net
 
 
 def tiny_diffusion(
-    shape: DrafterShape, *, seed: int = 0, num_layers: int = 2, block_size: int = 5
+    shape: DrafterShape,
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    block_size: int = 5,
+    markov_rank: int = 0,
+    sliding_window: int | None = None,
 ) -> DiffusionDrafter:
     config = DiffusionDrafterConfig(
         shape=shape,
@@ -67,8 +127,33 @@ def tiny_diffusion(
         mask_token_id=MASK_ID,
         num_target_layers=8,
         tap_layer_ids=TAPS,
+        markov_rank=markov_rank,
+        sliding_window=sliding_window,
     )
-    return randomise(DiffusionDrafter(config), seed)
+    net = randomise(DiffusionDrafter(config), seed)
+    if net.markov_head is not None:
+        # Of the size of the tiny target's logits, so that it has its say in most drafts.
+        net.markov_head.markov_w2.weight.data.mul_(MARKOV_SIZE)
+    return net
+
+
+def block_objective(name: ObjectiveName) -> BlockObjective:
+    return BlockObjective(name=name, smoothing=0.5, gamma=4.0, focal_weight=0.3, chain_weight=2.0)
+
+
+def plain_soft_loss(logits: Tensor, target_logits: Tensor, loss: SoftLoss) -> Tensor:
+    """The papers' formulas as they stand, a value a row; slopes are left to autograd."""
+    draft, target = logits.softmax(-1), target_logits.softmax(-1)
+    divergence = (target * (target.log() - draft.log())).sum(-1)
+    alpha = torch.minimum(draft, target).sum(-1)
+    weight = loss.kl_scale * torch.exp(-loss.kl_decay * alpha.mean().detach())
+    return {
+        "soft_ce": -(target * draft.log()).sum(-1),
+        "kl": divergence,
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": weight * divergence + (1 - weight) * (1 - alpha),
+    }[loss.name]
 
 
 def randomise(net: Net, seed: int) -> Net:

@@ -63,12 +63,15 @@ def label_diffusion(
     dtype = net.fc.weight.dtype
     taps = rows.taps.to(dtype)
     drafts = []
+    num_drafts = net.config.block_size - 1
     for part in anchors.split(_ANCHORS_A_PASS, dim=1):
         embeds = tables.embed(block_ids(ids, part, net)).to(dtype)
         hidden = net.blocks(embeds, taps, part)[:, :, 1:]
         # One matrix product: on a strided slice, linear would read the head once for each block.
         rows_of_slots = hidden.reshape(-1, hidden.shape[-1])
-        drafts.append(tables.logits(rows_of_slots).argmax(-1).view(hidden.shape[:3]))
+        previous = previous_ids(ids, lengths, part, num_drafts).flatten()
+        logits = net.draft_logits(rows_of_slots, previous, tables.head)
+        drafts.append(logits.argmax(-1).view(hidden.shape[:3]))
     return _match(torch.cat(drafts, dim=1), ids, lengths, anchors)
 
 
@@ -93,6 +96,17 @@ def following(
     exists = positions < lengths[:, None, None]
     safe = positions.clamp(max=ids.shape[1] - 1)
     return ids.gather(1, safe.flatten(1)).unflatten(1, safe.shape[1:]), exists
+
+
+def previous_ids(
+    ids: Int[Tensor, "B T"],
+    lengths: Int[Tensor, " B"],
+    anchors: Int[Tensor, "B A"],
+    num_tokens: int,
+) -> Int[Tensor, "B A K"]:
+    """The token before each of the tokens after an anchor; the anchor itself is the first."""
+    after, _ = following(ids, lengths, anchors, num_tokens - 1)
+    return torch.cat([ids.gather(1, anchors)[..., None], after], dim=-1)
 
 
 def _match(

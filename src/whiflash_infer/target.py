@@ -19,7 +19,7 @@ from whiflash_infer.artifacts import json_hash
 from whiflash_infer.cache import TargetCache
 from whiflash_infer.chat import Chat, ChatOptions, find_stop_ids
 from whiflash_infer.errors import UserError
-from whiflash_infer.nets.shape import DrafterShape, check_tap_layer_ids
+from whiflash_infer.nets.shape import DrafterShape, check_tap_layer_ids, spread_tap_layer_ids
 from whiflash_infer.types import TargetRows, TeacherRows
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -65,7 +65,10 @@ class TargetTables:
 
 
 class Target:
-    """Wraps a loaded model. Layer taps and the head's input are captured by forward hooks."""
+    """Wraps a loaded model. Layer taps and the head's input are captured by forward hooks.
+
+    tap_layer_ids: the layers, or how many to spread over the target as z-lab does.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class Target:
         tokenizer: Any,
         *,
         name: str,
-        tap_layer_ids: Sequence[int],
+        tap_layer_ids: Sequence[int] | int,
         chat_options: ChatOptions | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -85,6 +88,8 @@ class Target:
         _refuse_unsupported(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
         try:
+            if isinstance(tap_layer_ids, int):
+                tap_layer_ids = spread_tap_layer_ids(tap_layer_ids, self.num_layers)
             self.tap_layer_ids = check_tap_layer_ids(list(tap_layer_ids), self.num_layers)
         except ValueError as error:
             raise UserError(str(error)) from None
@@ -102,7 +107,7 @@ class Target:
         source: str,
         *,
         name: str,
-        tap_layer_ids: Sequence[int],
+        tap_layer_ids: Sequence[int] | int,
         dtype: str = "auto",
         device: str = "cpu",
         trust_remote_code: bool = False,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from whiflash_infer.rounds import ConversationRounds
+from whiflash_train.batches import Share
 
 
 @dataclass
@@ -46,22 +47,32 @@ def stack_rounds(conversations: list[ConversationRounds], arms: tuple[str, ...])
 
 
 class RouterBatches(IterableDataset):
-    """Batches of steps start_step .. num_steps - 1, each a function of (seed, step)."""
+    """A share of the batches of steps start_step .. num_steps - 1, functions of (seed, step)."""
 
     def __init__(
-        self, data: RouterBatch, *, batch_size: int, seed: int, start_step: int, num_steps: int
+        self,
+        data: RouterBatch,
+        *,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        num_steps: int,
+        share: Share,
     ) -> None:
         self._data = data
+        self._share = share
         self._batch_size = min(batch_size, len(data))
         self._seed = seed
         self._start_step, self._num_steps = start_step, num_steps
 
     def __len__(self) -> int:
-        return self._num_steps
+        return self._num_steps * self._share.accumulate
 
     def __iter__(self) -> Iterator[RouterBatch]:
         per_epoch = len(self._data) // self._batch_size
         for step in range(self._start_step, self._num_steps):
             epoch, index = divmod(step, per_epoch)
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._data))
-            yield self._data.take(order[index * self._batch_size : (index + 1) * self._batch_size])
+            batch = order[index * self._batch_size : (index + 1) * self._batch_size]
+            for part in self._share.parts(batch):
+                yield self._data.take(part)

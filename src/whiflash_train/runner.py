@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    TQDMProgressBar,
+)
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 from whiflash_infer.artifacts import read_json, require_match, write_json
@@ -26,18 +33,22 @@ from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
 from whiflash_infer.drafters.base import DraftRunner
 from whiflash_infer.drafters.load import load_runners
 from whiflash_infer.errors import UserError
+from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.nets.attention import choose_backend
+from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
+from whiflash_train.batches import Share
+from whiflash_train.callbacks import Checkpoints, RealTau, SkipNonFinite
 from whiflash_train.loggers import close_logger
-from whiflash_train.module import TraineeModule, cosine_with_warmup
-from whiflash_train.preparation import build_section, chat_options
-from whiflash_train.tasks import (
-    TASKS,
-    FitSettings,
-    Trainee,
-    Workspace,
-    parameter_counts,
-    state_below,
+from whiflash_train.module import (
+    ShardedModule,
+    TraineeModule,
+    compile_training,
+    cosine_with_warmup,
 )
+from whiflash_train.preparation import build_section, chat_options
+from whiflash_train.start_up import parts, show_start, training_memory
+from whiflash_train.tasks import TASKS, FitSettings, Trainee, Workspace, state_below
 
 console = Console()
 
@@ -45,12 +56,12 @@ console = Console()
 def load_target(cfg: DictConfig) -> Target:
     """The configured target on the configured device."""
     apply_threads(cfg)
-    source = instantiate(cfg.target.source, _convert_="all")
+    source, taps = instantiate(cfg.target.source, _convert_="all"), cfg.target.tap_layer_ids
     with console.status(f"loading target {cfg.target.name}"):
         return Target.from_pretrained(
             source.resolve(),
             name=cfg.target.name,
-            tap_layer_ids=list(cfg.target.tap_layer_ids),
+            tap_layer_ids=taps if isinstance(taps, int) else list(taps),
             dtype=cfg.dtype,
             device=resolve_device(cfg.device),
             trust_remote_code=cfg.target.trust_remote_code,
@@ -86,11 +97,20 @@ def configured_costs(cfg: DictConfig, target: Target) -> CostModel:
 def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, float]:
     """Train one task to the end and export it; returns the metrics of the kept checkpoint.
 
-    Raises: UserError for a task that does not exist, or a resume without a checkpoint.
+    Raises: UserError for a task that does not exist, a resume without a checkpoint, gradients that
+    stay without a number, or a GPU without room.
     """
     if cfg.task not in TASKS:
         raise UserError(f"task is {cfg.task!r}: choose from {', '.join(TASKS)}")
+    if (
+        HydraConfig.get().mode == RunMode.MULTIRUN
+        and cfg.trainer.devices * cfg.trainer.num_nodes > 1
+    ):
+        raise UserError(
+            "a sweep runs in one process: set trainer.devices=1, or start its runs alone"
+        )
     L.seed_everything(cfg.seed, verbose=False)
+    _use_own_gpu(cfg)
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     task = build_section(cfg, cfg.task)
     workspace = Workspace(
@@ -102,88 +122,171 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
         resolved_config=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore
     )
     trainee: Trainee = task.build(workspace)
-    _show_start(cfg.task, trainee)
-    if trainee.preview is not None:
-        trainee.preview(console, cfg.show_mask)
-    checkpoints = _checkpoint_callback(output_dir, task.fit, trainee.monitor, resume=cfg.resume)
+    _choose_attention(cfg, trainee)
+    _tell_start(cfg, task.fit, trainee)
     _same_run(output_dir / "task.json", workspace.resolved_config, cfg.task, resume=cfg.resume)
-    module = TraineeModule(
-        net=trainee.net,
-        objective=trainee.objective,
-        optimizer=_optimizer(task.fit),
-        scheduler=partial(
-            cosine_with_warmup,
-            num_steps=task.fit.max_steps,
-            warmup_fraction=task.fit.warmup_fraction,
-            final_fraction=task.fit.final_fraction,
-        ),
-    )
-    trainer = _trainer(cfg, task.fit, output_dir, [checkpoints, *trainee.callbacks, *callbacks])
+    metrics = train(cfg, task.fit, trainee, output_dir, callbacks=callbacks)
+    _export(cfg, trainee, _destination(cfg, output_dir), metrics)
+    return metrics
+
+
+def train(
+    cfg: DictConfig,
+    fit: FitSettings,
+    trainee: Trainee,
+    output_dir: Path,
+    *,
+    callbacks: tuple[Callback, ...] = (),
+) -> dict[str, float]:
+    """Train, and leave the best weights in the network; returns their validation metrics."""
+    checkpoints = _checkpoints(output_dir, fit, trainee.monitor, resume=cfg.resume)
+    if cfg.trainer.compile:
+        _compile(trainee)
+    module = _module(cfg, fit, trainee)
+    guard = SkipNonFinite(max_skipped=fit.max_skipped)
+    beside = [checkpoints, guard, *trainee.callbacks, *callbacks, *_averaging(fit)]
+    trainer = _trainer(cfg, fit, output_dir, beside)
     if trainer.logger is not None:
-        trainer.logger.log_hyperparams(dict(workspace.resolved_config))
-    last = Path(checkpoints.dirpath or "") / "last.ckpt" if cfg.resume else None
+        trainer.logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))  # pyright: ignore
+    batches = _Batches(trainee, fit.accumulate)
     started = time.perf_counter()
     try:
-        trainer.fit(module, datamodule=_Batches(trainee), ckpt_path=last)
+        with _no_room_told(cfg.task, fit):
+            last = checkpoints.last if cfg.resume else None
+            trainer.fit(module, datamodule=batches, ckpt_path=last)
+            if checkpoints.validated_step != trainer.global_step:
+                trainer.validate(module, datamodule=batches, verbose=False)
     except SystemExit:  # how Lightning ends after Ctrl-C
         raise KeyboardInterrupt from None
     finally:
         close_logger(trainer.logger)
     metrics = _keep_best(module, checkpoints)
     metrics["minutes"] = (time.perf_counter() - started) / 60
-    destination = _destination(cfg, output_dir)
-    trainee.export(destination, metrics)
-    summary = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
-    console.print(f"[bold]{cfg.task}[/bold] written to {destination} ({summary})", soft_wrap=True)
     return metrics
 
 
 class _Batches(L.LightningDataModule):
     """Starts the training batches at the trainer's step, so a resumed run goes on where it was."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, trainee: Trainee, accumulate: int) -> None:
         super().__init__()
         self._trainee = trainee
+        self._accumulate = accumulate
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        batches = self._trainee.train_batches(self.trainer.global_step)
+        share = self._share(self._accumulate)
+        batches = self._trainee.train_batches(self.trainer.global_step, share)
         return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self._trainee.val_batches, batch_size=None)  # pyright: ignore
+        batches = self._trainee.val_batches(self._share(1))
+        return DataLoader(batches, batch_size=None)  # pyright: ignore
+
+    def _share(self, accumulate: int) -> Share:
+        assert self.trainer is not None
+        return Share(self.trainer.global_rank, self.trainer.world_size, accumulate)
 
 
-def _optimizer(fit: FitSettings) -> Callable[..., torch.optim.Optimizer]:
-    beta1, beta2 = fit.betas
-    return partial(
-        torch.optim.AdamW,
-        lr=fit.learning_rate,
-        betas=(beta1, beta2),
-        weight_decay=fit.weight_decay,
-    )
+def _use_own_gpu(cfg: DictConfig) -> None:
+    """The target goes to the same GPU as the network that this process trains."""
+    if resolve_device(cfg.device) == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _checkpoint_callback(
-    output_dir: Path, fit: FitSettings, monitor: str, *, resume: bool
-) -> ModelCheckpoint:
-    folder = output_dir / "checkpoints"
-    if resume and not (folder / "last.ckpt").is_file():
+def _choose_attention(cfg: DictConfig, trainee: Trainee) -> None:
+    net = trainee.net
+    if not isinstance(net, ARDrafter | DiffusionDrafter):
+        return
+    device = torch.device(resolve_device(cfg.device))
+    try:
+        choice = choose_backend(device, cfg.trainer.attention, head_dim=net.config.shape.head_dim)
+    except ValueError as error:
+        raise UserError(f"trainer.attention is {cfg.trainer.attention}: {error}") from None
+    net.attention = choice.backend
+    trainee.facts["attention"] = f"{choice.backend}, {choice.reason}"
+
+
+@rank_zero_only
+def _tell_start(cfg: DictConfig, fit: FitSettings, trainee: Trainee) -> None:
+    memory = {**training_memory(trainee.net, averaged=fit.ema is not None), **trainee.memory}
+    show_start(console, cfg.task, trainee.facts, parts(trainee.net, trainee.sources), memory)
+    if trainee.preview is not None:
+        trainee.preview(console, cfg.show_mask)
+
+
+def _compile(trainee: Trainee) -> None:
+    try:
+        compile_training(trainee.net)
+    except UserError as error:
+        console.print(f"{error}; training goes on without it", soft_wrap=True)
+
+
+def _module(cfg: DictConfig, fit: FitSettings, trainee: Trainee) -> TraineeModule:
+    sharded = cfg.trainer.strategy == "fsdp"
+    if sharded and (fit.ema or any(isinstance(c, RealTau) for c in trainee.callbacks)):
         raise UserError(
-            f"resume=true, but {folder / 'last.ckpt'} does not exist: nothing to resume"
+            "trainer.strategy=fsdp divides the weights among processes, which averaging and "
+            f"decoding need whole: set {cfg.task}.fit.ema=null and decode_prompts=0, or take ddp"
         )
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    return ModelCheckpoint(
-        dirpath=folder,
-        filename="best",
-        monitor=monitor,
-        mode="max",
-        save_last=True,
-        every_n_train_steps=fit.checkpoint_every,
-        enable_version_counter=False,
-        save_on_train_epoch_end=False,
+    beta1, beta2 = fit.betas
+    return (ShardedModule if sharded else TraineeModule)(
+        net=trainee.net,
+        objective=trainee.objective,
+        optimizer=partial(
+            torch.optim.AdamW,
+            lr=fit.learning_rate,
+            betas=(beta1, beta2),
+            weight_decay=fit.weight_decay,
+        ),
+        scheduler=partial(
+            cosine_with_warmup,
+            num_steps=fit.max_steps,
+            warmup_fraction=fit.warmup_fraction,
+            final_fraction=fit.final_fraction,
+        ),
     )
+
+
+def _averaging(fit: FitSettings) -> list[Callback]:
+    """Comes last, since others measure with the averaged weights before it takes them away."""
+    return [] if fit.ema is None else [EMAWeightAveraging(decay=fit.ema, use_buffers=False)]
+
+
+def _checkpoints(output_dir: Path, fit: FitSettings, monitor: str, *, resume: bool) -> Checkpoints:
+    folder = output_dir / "checkpoints"
+    checkpoints = Checkpoints(
+        folder, monitor=monitor, every=fit.checkpoint_every, val_every=_val_every(fit)
+    )
+    if resume:
+        _require_begun(checkpoints.last)
+    else:
+        rank_zero_only(shutil.rmtree)(folder, ignore_errors=True)
+    return checkpoints
+
+
+def _require_begun(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"resume=true, but {path} does not exist: nothing to resume")
+
+
+def _val_every(fit: FitSettings) -> int:
+    return min(fit.val_every, fit.max_steps)
+
+
+@contextmanager
+def _no_room_told(task: str, fit: FitSettings) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cause = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"the GPU's memory is full ({cause}). Raise {task}.fit.accumulate (now "
+            f"{fit.accumulate}; the result stays the same), or lower {task}.num_anchors, "
+            f"{task}.fit.batch_size or data.mask.max_length; features=cached spares the target's "
+            "activations. If much is reserved but unused, set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        ) from None
 
 
 def _same_run(path: Path, config: Mapping[str, Any], task: str, *, resume: bool) -> None:
@@ -191,10 +294,11 @@ def _same_run(path: Path, config: Mapping[str, Any], task: str, *, resume: bool)
     settings = {"seed": config["seed"], "dtype": config["dtype"], "target": config["target"]}
     settings |= {f"{task}.{key}": value for key, value in config[task].items()}
     if resume:
+        _require_begun(path)
         found = read_json(path)
         require_match(path, found, settings, made_by=f"train.py task={task} without resume=true")
     else:
-        write_json(path, settings)
+        rank_zero_only(write_json)(path, settings)
 
 
 def _trainer(
@@ -211,10 +315,13 @@ def _trainer(
     return L.Trainer(
         accelerator="gpu" if device.startswith("cuda") else "cpu",
         devices=cfg.trainer.devices,
+        num_nodes=cfg.trainer.num_nodes,
+        strategy=_strategy(cfg),
         precision=precision,
         max_steps=fit.max_steps,
         max_epochs=-1,
-        val_check_interval=min(fit.val_every, fit.max_steps),
+        accumulate_grad_batches=fit.accumulate,
+        val_check_interval=_val_every(fit) * fit.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         gradient_clip_val=fit.clip,
@@ -223,20 +330,38 @@ def _trainer(
         callbacks=callbacks,
         default_root_dir=output_dir,
         enable_model_summary=False,
+        use_distributed_sampler=False,  # batches are shared out by `Share`
     )
 
 
-def _keep_best(module: TraineeModule, checkpoints: ModelCheckpoint) -> dict[str, float]:
+def _strategy(cfg: DictConfig) -> Strategy | str:
+    if cfg.trainer.strategy not in ("auto", "ddp", "fsdp"):
+        raise UserError(f"trainer.strategy is {cfg.trainer.strategy!r}: choose auto, ddp or fsdp")
+    if cfg.trainer.strategy != "fsdp":
+        return cfg.trainer.strategy
+    return ModelParallelStrategy(
+        data_parallel_size=cfg.trainer.devices * cfg.trainer.num_nodes,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=False,
+    )
+
+
+def _keep_best(module: TraineeModule, checkpoints: Checkpoints) -> dict[str, float]:
     """Put the best checkpoint's weights into the module; its validation metrics."""
-    path = checkpoints.best_model_path or checkpoints.last_model_path
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    module.net.load_state_dict(state_below(found["state_dict"], "net."))
+    found = torch.load(checkpoints.best, map_location="cpu", weights_only=True)
+    module.take_weights(state_below(found["state_dict"], "net."))
     module.net.eval()
-    best = checkpoints.best_model_score
-    metrics = {"step": float(found["global_step"])}
-    if best is not None and checkpoints.monitor is not None:
-        metrics[checkpoints.monitor] = float(best)
-    return metrics
+    return checkpoints.best_metrics
+
+
+@rank_zero_only
+def _export(
+    cfg: DictConfig, trainee: Trainee, destination: Path, metrics: Mapping[str, float]
+) -> None:
+    trainee.export(destination, metrics)
+    told = {name: metrics[name] for name in ("step", trainee.monitor, "minutes")}
+    summary = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+    console.print(f"[bold]{cfg.task}[/bold] written to {destination} ({summary})", soft_wrap=True)
 
 
 def _destination(cfg: DictConfig, output_dir: Path) -> Path:
@@ -244,12 +369,3 @@ def _destination(cfg: DictConfig, output_dir: Path) -> Path:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return output_dir / cfg.task
     return Path(cfg.paths[cfg.task])
-
-
-def _show_start(task: str, trainee: Trainee) -> None:
-    table = Table(title=task, show_header=False)
-    for name, value in trainee.facts.items():
-        table.add_row(name, value)
-    for name, count, trainable in parameter_counts(trainee.net):
-        table.add_row(name, f"{count:,} parameters, {'trained' if trainable else 'frozen'}")
-    console.print(table)

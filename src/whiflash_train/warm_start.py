@@ -13,6 +13,7 @@ from whiflash_infer.target import Target
 _NOISE = 0.01  # factor on random starts, so that what is not copied is small but not dead
 
 _SMALL = 0.1
+_PROBES = 64  # tokens by which the usual size of the taps is measured
 
 
 @torch.no_grad()
@@ -23,16 +24,48 @@ def start_ar(net: ARDrafter, target: Target) -> None:
     """
     source = target.layer(target.num_layers - 1)
     layer, hidden = net.midlayer, net.config.shape.hidden_size
+    input_norm = _weight(source, "input_layernorm")
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
         weight[:, :hidden] *= _SMALL
         weight[:, hidden:] = _weight(source, f"self_attn.{name}")
+    for name in ("q", "k"):
+        _start_head_sizes(layer.self_attn, source, name, input_norm)
     _copy(layer.self_attn.o_proj, source, "self_attn.o_proj")
     _copy_mlp(layer.mlp, source)
-    layer.hidden_norm.weight.copy_(_weight(source, "input_layernorm"))
+    layer.hidden_norm.weight.copy_(input_norm)
     layer.post_attention_layernorm.weight.copy_(_post_attention_norm(source))
     net.norm.weight.copy_(_norm_weight(target.final_norm))
     _start_fc(net.fc, hidden)
+    if net.config.fc_norm:
+        for norm, size in zip(net.fc_norm, _tap_sizes(target), strict=True):
+            nn.init.constant_(norm.weight, size)  # pyright: ignore
+
+
+def _tap_sizes(target: Target) -> list[float]:
+    """Usual root mean square of each tap, so that norming gives the layer what it knows.
+
+    A median, over tokens from all of the vocabulary: the first token's features can be huge.
+    """
+    last = target.config.vocab_size - 1
+    ids = torch.linspace(0, last, _PROBES, device=target.device).long()[None]
+    taps = target.teach(ids, torch.ones_like(ids, dtype=torch.bool)).taps[0].float()
+    parts = taps.unflatten(-1, (len(target.tap_layer_ids), -1))
+    return parts.pow(2).mean(-1).sqrt().median(0).values.tolist()
+
+
+def _start_head_sizes(
+    attention: nn.Module, source: nn.Module, name: str, input_norm: Tensor
+) -> None:
+    """Queries or keys of the size that the target's have, whichever of the two norms its heads."""
+    norm = attention.get_submodule(f"{name}_norm")
+    if not isinstance(norm, nn.Identity):
+        _start_head_norm(norm, source, name, input_norm)
+    elif hasattr(source.get_submodule("self_attn"), f"{name}_norm"):
+        wanted = _weight(source, f"self_attn.{name}_norm")
+        factors = wanted / _typical_size(_weight(source, f"self_attn.{name}_proj"), input_norm)
+        weight = _weight(attention, f"{name}_proj")
+        weight *= factors.repeat(len(weight) // len(factors))[:, None]
 
 
 @torch.no_grad()

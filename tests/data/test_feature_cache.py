@@ -24,7 +24,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.children import exit_status, in_child, kill_after, mount_small
-from tests.fakes import TAP_SIZE, TAPS, random_ids, tiny_ar, tiny_diffusion
+from tests.fakes import (
+    SOFT_CE,
+    TAP_SIZE,
+    TAPS,
+    block_objective,
+    random_ids,
+    tiny_ar,
+    tiny_diffusion,
+)
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.target import Target
 from whiflash_infer.types import TeacherRows
@@ -218,11 +226,13 @@ def test_the_loss_from_cached_features_is_that_from_online_ones(
     for teacher in teachers:
         if name == "ar":
             net = tiny_ar(target.drafter_shape, tap_size=TAP_SIZE).requires_grad_(True)
-            loss, _ = ar_objective(net, batch, teacher=teacher, draft_length=3, step_decay=0.8)
+            common = {"draft_length": 3, "step_decay": 0.8, "loss": SOFT_CE}
+            loss, _ = ar_objective(net, batch, teacher=teacher, **common)
         else:
             net = tiny_diffusion(target.drafter_shape).requires_grad_(True)
-            options = {"weighting": "dpace", "smoothing": 0.5, "gamma": 4.0}
-            loss, _ = diffusion_objective(net, batch, teacher=teacher, **options)
+            loss, _ = diffusion_objective(
+                net, batch, teacher=teacher, objective=block_objective("dpace")
+            )
         loss.backward()
         losses.append(loss)
         gradients.append(net.fc.weight.grad)

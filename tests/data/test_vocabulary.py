@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 
-from tests.fakes import ODD_SHAPE, TAPS
-from whiflash_infer.nets.ar import ARDrafterConfig
+from tests.fakes import ODD_SHAPE, ar_config
 from whiflash_train.data.vocabulary import choose_vocabulary
 
 
@@ -17,8 +16,7 @@ def rows(*texts: tuple[list[int], str]) -> Dataset:
 
 
 def chosen(data: Dataset, size: int, always: tuple[int, ...] = ()) -> tuple[list[int], float]:
-    config = ARDrafterConfig(shape=ODD_SHAPE, draft_vocab_size=size, tap_layer_ids=TAPS)
-    ids, coverage = choose_vocabulary(data, config, always=always)
+    ids, coverage = choose_vocabulary(data, ar_config(ODD_SHAPE, size), always=always)
     return ids.tolist(), coverage
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fakes import TAPS, random_ids
+from tests.fakes import SOFT_CE, TAPS, ar_config, block_objective, random_ids
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.labels import label_ar, label_diffusion
-from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
+from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.policies import RandomPolicy, StaticPolicy
 from whiflash_infer.target import Target
@@ -43,15 +43,15 @@ def as_batch(text: list[int]) -> DrafterBatch:
     )
 
 
-@pytest.fixture(scope="module")
-def runners(target: Target, text: list[int]) -> dict[str, ARRunner | DiffusionRunner]:
+@pytest.fixture(scope="module", params=[(0, None), (8, 16)], ids=["plain", "markov-window"])
+def runners(
+    request: pytest.FixtureRequest, target: Target, text: list[int]
+) -> dict[str, ARRunner | DiffusionRunner]:
     """Drafters trained on the text until they draft much of it, but not all."""
     torch.manual_seed(0)
     shape, tables, batch = target.drafter_shape, target.tables, as_batch(text)
     teacher = MemoryTeacher(target)
-    ar = ARDrafter(
-        ARDrafterConfig(shape=shape, draft_vocab_size=shape.vocab_size, tap_layer_ids=TAPS)
-    )
+    ar = ARDrafter(ar_config(shape, shape.vocab_size))
     start_ar(ar, target)
     start_head(ar, target, trainable=True)
     diffusion = DiffusionDrafter(
@@ -62,15 +62,22 @@ def runners(target: Target, text: list[int]) -> dict[str, ARRunner | DiffusionRu
             mask_token_id=3,
             num_target_layers=8,
             tap_layer_ids=TAPS,
+            markov_rank=request.param[0],
+            sliding_window=request.param[1],
         )
     )
     start_diffusion(diffusion, target)
     objectives = [
-        (ar, lambda: ar_objective(ar, batch, teacher=teacher, draft_length=4, step_decay=0.8)),
+        (
+            ar,
+            lambda: ar_objective(
+                ar, batch, teacher=teacher, draft_length=4, step_decay=0.8, loss=SOFT_CE
+            ),
+        ),
         (
             diffusion,
             lambda: diffusion_objective(
-                diffusion, batch, teacher=teacher, weighting="dpace", smoothing=0.5, gamma=4.0
+                diffusion, batch, teacher=teacher, objective=block_objective("dpace")
             ),
         ),
     ]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes import (
+    FLAVOURS,
     ODD_SHAPE,
     plain_attention,
     plain_mlp,
@@ -17,7 +18,13 @@ from whiflash_infer.cache import KVStore
 from whiflash_infer.nets.ar import ARDrafter
 
 LENGTH, STEPS, ANCHOR = 14, 4, 6
-WIDTH = 3 * ODD_SHAPE.target_hidden_size
+TAP = ODD_SHAPE.target_hidden_size
+WIDTH = 3 * TAP
+
+
+@pytest.fixture(params=FLAVOURS)
+def flavour(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def unrolled(
@@ -49,8 +56,8 @@ def cached(net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int
 def eagle3_in_plain_loops(
     net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int
 ) -> Tensor:
-    weights = dict(net.named_parameters())
-    shape, attention = net.config.shape, "midlayer.self_attn"
+    weights, options = dict(net.named_parameters()), net.config
+    shape, attention = options.shape, "midlayer.self_attn"
     eps, theta = shape.rms_norm_eps, shape.rope_parameters["rope_theta"]
 
     def project(embed: Tensor, hidden: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,10 +68,23 @@ def eagle3_in_plain_loops(
             (weights[f"{attention}.{name}.weight"] @ joined).reshape(-1, shape.head_dim)
             for name in ("q_proj", "k_proj", "v_proj")
         )
+        if options.qk_norm:
+            q = plain_norm(q, weights[f"{attention}.q_norm.weight"], eps)
+            k = plain_norm(k, weights[f"{attention}.k_norm.weight"], eps)
         return plain_rope(q, position, theta), plain_rope(k, position, theta), v
 
+    def fuse(features: Tensor) -> Tensor:
+        if options.fc_norm:
+            parts = [features[start : start + TAP] for start in range(0, WIDTH, TAP)]
+            normed = [
+                plain_norm(part, weights[f"fc_norm.{i}.weight"], eps)
+                for i, part in enumerate(parts)
+            ]
+            features = torch.cat(normed)
+        return weights["fc.weight"] @ features
+
     first_row = anchor - 1
-    fused = [weights["fc.weight"] @ taps[row] for row in range(anchor)]
+    fused = [fuse(taps[row]) for row in range(anchor)]
     rows = [project(embeds[row + 1], fused[row], row) for row in range(anchor)]
     hidden, outputs = fused[first_row], []
     for step in range(steps):
@@ -75,36 +95,53 @@ def eagle3_in_plain_loops(
         residual = hidden + weights[f"{attention}.o_proj.weight"] @ attended
         normed = plain_norm(residual, weights["midlayer.post_attention_layernorm.weight"], eps)
         hidden = residual + plain_mlp(normed, weights, "midlayer.mlp")
+        if options.norm_output:
+            hidden = plain_norm(hidden, weights["norm.weight"], eps)
         outputs.append(hidden)
     return torch.stack(outputs)
 
 
-def inputs(seed: int) -> tuple[ARDrafter, Tensor, Tensor]:
+def plain_logits(net: ARDrafter, states: Tensor) -> Tensor:
+    """The head reads what is normed once."""
+    if not net.config.norm_output:
+        states = plain_norm(states, net.norm.weight, ODD_SHAPE.rms_norm_eps)
+    return states @ net.lm_head.weight.T
+
+
+def inputs(seed: int, flavour: str) -> tuple[ARDrafter, Tensor, Tensor]:
     embeds = random_rows(LENGTH, ODD_SHAPE.hidden_size, seed=seed)
-    return tiny_ar(ODD_SHAPE, seed=seed), embeds, random_rows(LENGTH, WIDTH, seed=seed + 100)
+    net = tiny_ar(ODD_SHAPE, seed=seed, flavour=flavour)
+    return net, embeds, random_rows(LENGTH, WIDTH, seed=seed + 100)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_training_unroll_equals_cached_decoding_of_the_same_tokens(seed: int) -> None:
-    net, embeds, taps = inputs(seed)
+def test_the_training_unroll_equals_cached_decoding_of_the_same_tokens(
+    seed: int, flavour: str
+) -> None:
+    net, embeds, taps = inputs(seed, flavour)
     last = LENGTH - STEPS
     anchors = [1, *torch.randperm(last, generator=torch.Generator().manual_seed(seed))[:4] + 1]
     outputs = unrolled(net, embeds, taps, [int(a) for a in anchors])
     for column, anchor in enumerate(anchors):
-        expected = cached(net, embeds, taps, int(anchor), STEPS)
-        torch.testing.assert_close(outputs[:, column], expected, rtol=1e-4, atol=1e-4)
+        expected = net.logits(cached(net, embeds, taps, int(anchor), STEPS))
+        found = net.logits(outputs[:, column])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("anchor", [1, 2, 7, LENGTH - STEPS])
-def test_the_unroll_equals_the_eagle3_layer_written_as_plain_loops(anchor: int) -> None:
-    net, embeds, taps = inputs(3)
+def test_the_unroll_equals_the_eagle3_layer_written_as_plain_loops(
+    anchor: int, flavour: str
+) -> None:
+    net, embeds, taps = inputs(3, flavour)
     expected = eagle3_in_plain_loops(net, embeds, taps, anchor, STEPS)
     outputs = unrolled(net, embeds, taps, [3, anchor])[:, 1]
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    logits = net.logits(outputs)
+    torch.testing.assert_close(logits, plain_logits(net, expected), rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_ignores_tokens_after_the_one_it_is_fed() -> None:
-    net, embeds, taps = inputs(5)
+def test_a_step_ignores_tokens_after_the_one_it_is_fed(flavour: str) -> None:
+    net, embeds, taps = inputs(5, flavour)
     before = unrolled(net, embeds, taps, [ANCHOR])
     for step in range(STEPS):
         later = embeds.clone()
@@ -113,8 +150,10 @@ def test_a_step_ignores_tokens_after_the_one_it_is_fed() -> None:
         assert torch.equal(after[: step + 1], before[: step + 1])
 
 
-def test_the_token_fed_at_a_step_changes_that_step_and_all_after_it_only() -> None:
-    net, embeds, taps = inputs(6)
+def test_the_token_fed_at_a_step_changes_that_step_and_all_after_it_only(
+    flavour: str,
+) -> None:
+    net, embeds, taps = inputs(6, flavour)
     before = unrolled(net, embeds, taps, [ANCHOR])
     for step in range(STEPS):
         other = embeds.clone()
@@ -123,8 +162,8 @@ def test_the_token_fed_at_a_step_changes_that_step_and_all_after_it_only() -> No
         assert changed.tolist() == [k >= step for k in range(STEPS)]
 
 
-def test_features_from_the_anchor_on_change_nothing() -> None:
-    net, embeds, taps = inputs(7)
+def test_features_from_the_anchor_on_change_nothing(flavour: str) -> None:
+    net, embeds, taps = inputs(7, flavour)
     later = taps.clone()
     later[ANCHOR:] += 1.0
     assert torch.equal(
@@ -133,8 +172,10 @@ def test_features_from_the_anchor_on_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("row", range(ANCHOR))
-def test_every_earlier_feature_and_the_token_after_it_change_every_step(row: int) -> None:
-    net, embeds, taps = inputs(8)
+def test_every_earlier_feature_and_the_token_after_it_change_every_step(
+    row: int, flavour: str
+) -> None:
+    net, embeds, taps = inputs(8, flavour)
     before = unrolled(net, embeds, taps, [ANCHOR])
     other_taps, other_embeds = taps.clone(), embeds.clone()
     other_taps[row] += 1.0
@@ -146,8 +187,10 @@ def test_every_earlier_feature_and_the_token_after_it_change_every_step(row: int
         assert ((after - before).abs().amax((1, 2)) > 1e-4).all()
 
 
-def test_an_anchor_does_not_notice_other_anchors_or_other_rows_of_the_batch() -> None:
-    net, embeds, taps = inputs(9)
+def test_an_anchor_does_not_notice_other_anchors_or_other_rows_of_the_batch(
+    flavour: str,
+) -> None:
+    net, embeds, taps = inputs(9, flavour)
     alone = unrolled(net, embeds, taps, [ANCHOR])[:, 0]
     both_embeds, both_taps = torch.stack([embeds + 1, embeds]), torch.stack([taps - 1, taps])
     anchors = torch.tensor([[9, 9, 1, 3], [1, 5, ANCHOR, 7]])
@@ -156,8 +199,10 @@ def test_an_anchor_does_not_notice_other_anchors_or_other_rows_of_the_batch() ->
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_three_steps_equal_those_of_the_plain_loops_in_float64() -> None:
-    net, embeds, taps = inputs(10)
+def test_gradients_of_three_steps_equal_those_of_the_plain_loops_in_float64(
+    flavour: str,
+) -> None:
+    net, embeds, taps = inputs(10, flavour)
     net = net.double().requires_grad_(True)
     probe = random_rows(3, 2, net.config.draft_vocab_size, seed=11).double()
     anchors = [3, ANCHOR]
@@ -170,8 +215,7 @@ def test_gradients_of_three_steps_equal_those_of_the_plain_loops_in_float64() ->
             hidden = torch.stack(chains, dim=1)
         else:
             hidden = unrolled(net, e, t, anchors, steps=3)
-        normed = plain_norm(hidden, net.norm.weight, ODD_SHAPE.rms_norm_eps)
-        logits = normed @ net.lm_head.weight.T if by_loops else net.logits(hidden)
+        logits = plain_logits(net, hidden) if by_loops else net.logits(hidden)
         (logits * probe).sum().backward()
         found = {name: p.grad for name, p in net.named_parameters()} | {"e": e.grad, "t": t.grad}
         return {name: grad.clone() for name, grad in found.items() if grad is not None}
@@ -179,7 +223,19 @@ def test_gradients_of_three_steps_equal_those_of_the_plain_loops_in_float64() ->
     found, expected = gradients(by_loops=False), gradients(by_loops=True)
     assert len(found) == len(expected) == len(list(net.parameters())) + 2
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_three_steps_pass_gradcheck_in_float64(flavour: str) -> None:
+    net, embeds, taps = inputs(12, flavour)
+    net = net.double().requires_grad_(True)
+    weights = [net.midlayer.self_attn.k_proj.weight, net.norm.weight]
+
+    def logits(e: Tensor, t: Tensor, *_: Tensor) -> Tensor:
+        return net.logits(unrolled(net, e, t, [1, 3], steps=3))
+
+    leaves = [part[:7].double().requires_grad_() for part in (embeds, taps)]
+    assert torch.autograd.gradcheck(logits, (*leaves, *weights), fast_mode=True)
 
 
 def test_d2t_is_the_offset_to_the_target_token_and_t2d_marks_the_drafted_ones() -> None:
@@ -191,6 +247,20 @@ def test_d2t_is_the_offset_to_the_target_token_and_t2d_marks_the_drafted_ones() 
     assert net.vocabulary().tolist() == used.tolist()
     assert int(net.t2d.sum()) == 6
     assert torch.arange(ODD_SHAPE.vocab_size)[net.t2d].tolist() == used.tolist()
+
+
+def test_gathering_with_t2d_gives_the_logits_in_draft_order() -> None:
+    used = torch.tensor([2, 3, 7, 11, 30, 39])
+    net = tiny_ar(ODD_SHAPE, used=used)
+    whole = random_rows(5, ODD_SHAPE.vocab_size, seed=1)
+    assert torch.equal(whole[:, net.t2d], whole[:, net.vocabulary()])
+    assert [int(whole[:, net.t2d][0, j]) for j in range(6)] == [int(whole[0, u]) for u in used]
+
+
+def test_the_whole_vocabulary_is_drafted_by_its_own_ids() -> None:
+    net = tiny_ar(ODD_SHAPE, used=torch.arange(ODD_SHAPE.vocab_size))
+    assert net.d2t.eq(0).all()
+    assert net.t2d.all()
 
 
 @pytest.mark.parametrize("ids", [[1, 5, 5], [1, 5], [1, 5, 6, 7]])

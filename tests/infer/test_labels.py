@@ -10,7 +10,13 @@ from tests.fakes import TAP_SIZE, prefilled, random_ids, tiny_ar, tiny_diffusion
 from whiflash_infer import labels
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
-from whiflash_infer.labels import DraftLabels, following, label_ar, label_diffusion
+from whiflash_infer.labels import (
+    DraftLabels,
+    following,
+    label_ar,
+    label_diffusion,
+    previous_ids,
+)
 from whiflash_infer.target import Target
 
 LONGEST = 4
@@ -21,13 +27,15 @@ class Drafting:
 
     def __init__(self, kind: str, target: Target) -> None:
         shape, self.target = target.drafter_shape, target
-        self.ar = tiny_ar(shape, seed=2, tap_size=TAP_SIZE)
-        self.diffusion = tiny_diffusion(shape, seed=2)
+        flavour = "all" if kind == "ar-3.1-qwen3" else "classic"
+        self.ar = tiny_ar(shape, seed=2, tap_size=TAP_SIZE, flavour=flavour)
+        extras = {"markov_rank": 4, "sliding_window": 6} if kind == "windowed" else {}
+        self.diffusion = tiny_diffusion(shape, seed=2, **extras)
         self.kind = kind
 
     def drafts(self, ids: Tensor) -> list[int]:
         """What a fresh decoder drafts after the last of `ids`."""
-        if self.kind == "ar":
+        if self.kind.startswith("ar"):
             runner = ARRunner(self.ar, self.target.tables, draft_length=LONGEST)
         else:
             runner = DiffusionRunner(self.diffusion, self.target.tables)
@@ -41,7 +49,7 @@ class Drafting:
         with torch.no_grad():
             rows = self.target.teach(ids, mask)
         common = self.target.tables, ids, lengths, rows, anchors
-        if self.kind == "ar":
+        if self.kind.startswith("ar"):
             return label_ar(self.ar, *common, draft_length=LONGEST)
         return label_diffusion(self.diffusion, *common)
 
@@ -54,7 +62,7 @@ class Drafting:
         return ids[:length]
 
 
-@pytest.fixture(params=["ar", "diffusion"])
+@pytest.fixture(params=["ar", "ar-3.1-qwen3", "diffusion", "windowed"])
 def drafting(request: pytest.FixtureRequest, target: Target) -> Drafting:
     return Drafting(request.param, target)
 
@@ -114,3 +122,10 @@ def test_following_tokens_stop_where_the_text_stops() -> None:
     t, f = True, False
     assert exists.tolist() == [[[t, t], [t, f]], [[t, f], [f, f]]]
     assert tokens[exists].tolist() == [11, 12, 13, 22]
+
+
+def test_previous_tokens_are_the_anchor_and_then_what_follows_it() -> None:
+    ids, lengths = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0]]), torch.tensor([5, 3])
+    found = previous_ids(ids, lengths, torch.tensor([[0, 1], [1, 1]]), 3)
+    assert found[0].tolist() == [[10, 11, 12], [11, 12, 13]]
+    assert found[1, 0, :2].tolist() == [21, 22]  # behind them the text has ended

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes import TAP_SIZE, play_round, prefilled, random_ids, tiny_ar, tiny_diffusion
+from tests.fakes import (
+    FLAVOURS,
+    TAP_SIZE,
+    play_round,
+    prefilled,
+    random_ids,
+    tiny_ar,
+    tiny_diffusion,
+)
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
 from whiflash_infer.sequence import Sequence
@@ -16,7 +24,7 @@ Runner = ARRunner | DiffusionRunner
 CAPACITY = 96
 
 
-@pytest.fixture(params=["ar", "diffusion"])
+@pytest.fixture(params=[*(f"ar-{flavour}" for flavour in FLAVOURS), "diffusion", "windowed"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -24,10 +32,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 def new_runner(kind: str, target: Target) -> Runner:
     """The same weights every time, and an empty cache."""
     shape, tables = target.drafter_shape, target.tables
-    if kind == "ar":
-        runner: Runner = ARRunner(tiny_ar(shape, seed=1, tap_size=TAP_SIZE), tables, draft_length=4)
+    if kind.startswith("ar-"):
+        net = tiny_ar(shape, seed=1, tap_size=TAP_SIZE, flavour=kind.removeprefix("ar-"))
+        runner: Runner = ARRunner(net, tables, draft_length=4)
     else:
-        runner = DiffusionRunner(tiny_diffusion(shape, seed=1), tables)
+        extras = {"markov_rank": 4, "sliding_window": 6} if kind == "windowed" else {}
+        runner = DiffusionRunner(tiny_diffusion(shape, seed=1, **extras), tables)
     runner.start(CAPACITY)
     return runner
 
@@ -134,5 +144,10 @@ def test_the_first_draft_is_that_of_a_full_pass_over_the_text(
     else:
         block = torch.tensor([[[int(ids[0, anchor])] + [3] * 4]])
         hidden = runner.net.blocks(target.tables.embed(block), taps, anchors)
-        expected = target.tables.logits(hidden[0, 0, 1]).argmax()
+        logits = target.tables.logits(hidden[0, 0, 1])
+        if kind == "windowed":
+            weights = dict(runner.net.named_parameters())
+            code = weights["markov_head.markov_w1.weight"][ids[0, anchor]]
+            logits = logits + weights["markov_head.markov_w2.weight"] @ code
+        expected = logits.argmax()
     assert runner.draft(sequence, 1).tolist() == [int(expected)]

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes import ar_config
 from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.drafters.diffusion import DiffusionRunner
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.labels import label_ar, label_diffusion
-from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
+from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.sources import PackagedGGUF
@@ -47,7 +48,7 @@ def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
     """Drafters as they are before training: started from the target, so right now and then."""
     torch.manual_seed(0)
     shape, taps = smollm2.drafter_shape, smollm2.tap_layer_ids
-    ar = ARDrafter(ARDrafterConfig(shape=shape, draft_vocab_size=49152, tap_layer_ids=taps))
+    ar = ARDrafter(ar_config(shape, 49152, tap_layer_ids=taps))
     start_ar(ar, smollm2)
     start_head(ar, smollm2, trainable=False)
     config = DiffusionDrafterConfig(
@@ -57,6 +58,8 @@ def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
         mask_token_id=16,
         num_target_layers=30,
         tap_layer_ids=taps,
+        markov_rank=0,
+        sliding_window=None,
     )
     diffusion = DiffusionDrafter(config)
     start_diffusion(diffusion, smollm2)

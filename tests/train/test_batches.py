@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from datasets import Dataset
 
 from whiflash_train.batches import (
+    WHOLE,
     BatchPlan,
     DrafterBatch,
+    Share,
     TrainingBatches,
     collate,
+    cut_batches,
     draw_anchors,
     validation_batches,
 )
@@ -27,16 +31,38 @@ def conversations() -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
 
 
-def training(*, start: int, seed: int = 0) -> TrainingBatches:
+def training(
+    *, start: int, seed: int = 0, share: Share = WHOLE, tokens: int | None = None
+) -> TrainingBatches:
     return TrainingBatches(
         conversations(),
         batch_size=3,
+        tokens_per_batch=tokens,
         num_anchors=2,
         seed=seed,
         start_step=start,
         num_steps=9,
         pad_id=PAD,
+        share=share,
     )
+
+
+def plan_of(
+    lengths: list[int], *, seed: int, batch_size: int = 4, tokens: int | None = None
+) -> BatchPlan:
+    return BatchPlan(lengths, batch_size=batch_size, tokens_per_batch=tokens, seed=seed)
+
+
+def realistic_lengths(count: int) -> np.ndarray:
+    """Log-normal, as those of chat data: half below 270 tokens, one in forty above 1,200."""
+    drawn = np.random.default_rng(0).lognormal(mean=5.6, sigma=0.75, size=count)
+    return drawn.clip(24, 2048).astype(int)
+
+
+def padding(batches: list[np.ndarray], lengths: np.ndarray) -> float:
+    """Share of the tokens that goes through the networks for nothing."""
+    area = sum(len(rows) * lengths[rows].max() for rows in batches)
+    return 1 - lengths[np.concatenate(batches)].sum() / area
 
 
 def content(batch: DrafterBatch) -> dict[str, list]:
@@ -45,7 +71,7 @@ def content(batch: DrafterBatch) -> dict[str, list]:
 
 @pytest.mark.parametrize(("count", "batch_size"), [(11, 3), (12, 3), (2, 5), (90, 4)])
 def test_every_row_comes_once_an_epoch(count: int, batch_size: int) -> None:
-    plan = BatchPlan([7 * i % 13 for i in range(count)], batch_size=batch_size, seed=0)
+    plan = plan_of([7 * i % 13 for i in range(count)], batch_size=batch_size, seed=0)
     size = -(-count // batch_size)
     for epoch in range(3):
         batches = [plan.rows(epoch * size + i) for i in range(size)]
@@ -53,16 +79,98 @@ def test_every_row_comes_once_an_epoch(count: int, batch_size: int) -> None:
         assert max(len(rows) for rows in batches) <= batch_size
 
 
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
+@pytest.mark.parametrize("tokens", [None, 30])
+def test_a_batch_depends_on_seed_and_step_alone(tokens: int | None) -> None:
     lengths = [7 * i % 13 for i in range(40)]
-    plan = BatchPlan(lengths, batch_size=4, seed=1)
+    plan = plan_of(lengths, tokens=tokens, seed=1)
     forward = [plan.rows(step).tolist() for step in range(25)]
-    jumping = BatchPlan(lengths, batch_size=4, seed=1)
+    jumping = plan_of(lengths, tokens=tokens, seed=1)
     for step in [24, 3, 11, 0, 10, 9, 24]:
         assert jumping.rows(step).tolist() == forward[step]
-    other = BatchPlan(lengths, batch_size=4, seed=2)
+    other = plan_of(lengths, tokens=tokens, seed=2)
     assert [other.rows(step).tolist() for step in range(25)] != forward
     assert forward[:10] != forward[10:20]
+
+
+def epochs(plan: BatchPlan, count: int, size: int) -> Iterator[list[np.ndarray]]:
+    """The batches of each epoch, cut where `size` rows are together."""
+    step = 0
+    for _ in range(count):
+        batches: list[np.ndarray] = []
+        while sum(map(len, batches)) < size:
+            batches.append(plan.rows(step))
+            step += 1
+        yield batches
+
+
+def test_a_token_budget_fills_batches_and_takes_every_row_once_an_epoch() -> None:
+    lengths = realistic_lengths(500)
+    plan = plan_of(lengths.tolist(), tokens=1500, seed=3)
+    for batches in epochs(plan, 3, 500):
+        assert sorted(np.concatenate(batches).tolist()) == list(range(500))
+        sizes = [len(rows) * lengths[rows].max() for rows in batches]
+        assert all(
+            size <= 1500 or len(rows) == 1 for rows, size in zip(batches, sizes, strict=True)
+        )
+        assert np.median(sizes) > 0.8 * 1500
+
+
+def test_little_is_padded_where_lengths_are_as_in_chat_data() -> None:
+    lengths = realistic_lengths(20_000)
+    rows = np.arange(len(lengths))
+    unsorted = padding([rows[i : i + 8] for i in range(0, len(rows), 8)], lengths)
+    shares = {}
+    for name, tokens in (("rows", None), ("4k", 4096), ("16k", 16_384)):
+        plan = plan_of(lengths.tolist(), batch_size=8, tokens=tokens, seed=0)
+        shares[name] = padding(next(epochs(plan, 1, len(lengths))), lengths)
+    assert unsorted > 0.5
+    assert shares["rows"] < 0.1
+    assert max(shares["4k"], shares["16k"]) < 0.06
+
+
+def test_a_batch_is_cut_before_the_row_that_would_overfill_it() -> None:
+    lengths = np.array([2, 3, 3, 5, 9, 40])
+    # 3 rows of 3, 4 rows of 5 are 20: one too many; 5 alone since 2 rows of 9 are 18
+    found = [rows.tolist() for rows in cut_batches(np.arange(6), lengths, 8, 15)]
+    assert found == [[0, 1, 2], [3], [4], [5]]
+    assert [r.tolist() for r in cut_batches(np.arange(6), lengths, 4, None)] == [
+        [0, 1, 2, 3],
+        [4, 5],
+    ]
+
+
+@pytest.mark.parametrize("tokens", [None, 24])
+@pytest.mark.parametrize(("world", "accumulate"), [(2, 1), (1, 3), (2, 2), (5, 1)])
+def test_shares_make_up_the_batch_with_the_same_anchors(
+    world: int, accumulate: int, tokens: int | None
+) -> None:
+    def anchors(batches: list[DrafterBatch]) -> dict[int, list[int]]:
+        return {
+            int(row): batch.anchors[i][batch.anchor_mask[i]].tolist()
+            for batch in batches
+            for i, row in enumerate(batch.rows)
+            if batch.anchor_mask[i].any()
+        }
+
+    whole = list(training(start=0, tokens=tokens))
+    ranks = [
+        list(training(start=0, tokens=tokens, share=Share(rank, world, accumulate)))
+        for rank in range(world)
+    ]
+    assert {len(batches) for batches in ranks} == {9 * accumulate}
+    for step, batch in enumerate(whole):
+        passes = slice(step * accumulate, (step + 1) * accumulate)
+        parts = [part for batches in ranks for part in batches[passes]]
+        assert anchors(parts) == anchors([batch])
+        assert sum(int(p.anchor_mask.any(1).sum()) for p in parts) == len(batch.rows)
+
+
+def test_a_share_without_rows_holds_one_that_does_not_count() -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "loss_mask": [[0, 1, 1, 1]]})
+    (batch,) = validation_batches(rows, batch_size=4, pad_id=PAD, share=Share(1, 2))
+    assert batch.rows.tolist() == [0]
+    assert not batch.anchor_mask.any()
+    assert not batch.supervised.any()
 
 
 @pytest.mark.parametrize(
@@ -118,16 +226,17 @@ def test_rows_of_uneven_length_are_padded_on_the_right() -> None:
 
 def test_a_batch_without_anchors_still_has_one_masked_column() -> None:
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 0, 0]]})
-    batch = collate(rows, np.array([0]), num_anchors=4, rng=np.random.default_rng(0), pad_id=PAD)
+    batch = collate(rows, np.array([0]), num_anchors=4, rng=np.random.default_rng, pad_id=PAD)
     assert (batch.anchors.tolist(), batch.anchor_mask.tolist()) == ([[1]], [[False]])
 
 
-def test_a_run_resumed_at_step_5_sees_what_a_straight_run_sees() -> None:
-    straight = [content(batch) for batch in training(start=0)]
-    resumed = [content(batch) for batch in training(start=5)]
+@pytest.mark.parametrize("tokens", [None, 24])
+def test_a_run_resumed_at_step_5_sees_what_a_straight_run_sees(tokens: int | None) -> None:
+    straight = [content(batch) for batch in training(start=0, tokens=tokens)]
+    resumed = [content(batch) for batch in training(start=5, tokens=tokens)]
     assert len(straight) == 9
     assert resumed == straight[5:]
-    assert [content(batch) for batch in training(start=0, seed=1)] != straight
+    assert [content(batch) for batch in training(start=0, tokens=tokens, seed=1)] != straight
 
 
 def test_validation_covers_every_row_and_every_anchor_once() -> None:
@@ -137,3 +246,11 @@ def test_validation_covers_every_row_and_every_anchor_once() -> None:
     assert lengths == sorted(lengths)
     for batch in batches:
         assert batch.anchor_mask.sum(1).tolist() == (batch.lengths - 3).tolist()
+
+
+def test_every_rank_validates_as_often_and_together_they_take_each_row_once() -> None:
+    rows = conversations().select(range(7))
+    ranks = [validation_batches(rows, batch_size=4, pad_id=PAD, share=Share(r, 2)) for r in (0, 1)]
+    assert len(ranks[0]) == len(ranks[1]) == 2
+    counted = [b.rows[b.anchor_mask.any(1)].tolist() for batches in ranks for b in batches]
+    assert sorted(row for rows_ in counted for row in rows_) == list(range(7))

@@ -43,8 +43,9 @@ class DiffusionRunner:
         assert self.lag(sequence) == 0
         config, device = self.net.config, sequence.ids.device
         ids = torch.full((config.block_size,), config.mask_token_id, device=device)
-        ids[0] = sequence.ids[sequence.anchor]
+        anchor_id = sequence.ids[sequence.anchor : sequence.length]
+        ids[:1] = anchor_id
         positions = torch.arange(config.block_size, device=device) + sequence.anchor
         embeds = self.tables.embed(ids).to(self.net.fc.weight.dtype)
         hidden = self.net.block_cached(embeds, positions, self._stores)
-        return self.tables.logits(hidden[1 : num_draft + 1]).argmax(-1)
+        return self.net.drafts(hidden[1 : num_draft + 1], anchor_id, self.tables.head)

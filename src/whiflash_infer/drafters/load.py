@@ -33,7 +33,7 @@ def load_runners(
             path, made_by=made_by, dtype=target.dtype, device=target.device
         )
         wanted = target.identity().required()
-        require_match(path, manifest["target"], wanted, made_by=made_by)
+        require_match(path, manifest.get("target", {}), wanted, made_by=made_by)
         taps = {"tap_layer_ids": list(target.tap_layer_ids)}
         require_match(path, manifest, taps, made_by=made_by)
         runners[arm] = _runner(net, target, manifest, path)

@@ -1,5 +1,7 @@
 """The block-diffusion drafter: DFlash, one denoising pass over a block (same-position convention).
 
+DeepSpec's next-token convention, in which slot k predicts x_{n+k+1}, is not this one.
+
     slot       0          1 ... S-1
     input      x_n        MASK          (x_n is the anchor)
     position   n          n+1 ... n+S-1
@@ -8,6 +10,8 @@
 Every slot sees the target features of positions < n and all S slots of its own block, both ways.
 The anchor's features do not exist when the block is drafted, hence < n and not <= n. The context
 stream is fused once and projected to keys and values by each layer; it has no residual stream.
+With a sliding window of W, the slot at position p sees the features of p - W + 1 ... n - 1 alone,
+so that it is itself the W-th (as SGLang, SpecForge and Automodel count), and still its whole block.
 Attribute names are the tensor names of the published z-lab format (`DFlashDraftModel`).
 """
 
@@ -17,40 +21,83 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from whiflash_infer.cache import KVStore
-from whiflash_infer.nets.layers import (
-    GatedMLP,
-    RMSNorm,
-    Rotary,
-    attend_cached,
-    attend_shared_and_own,
-    rotate,
-)
+from whiflash_infer.nets.attention import Backend, SharedAndOwn
+from whiflash_infer.nets.layers import GatedMLP, RMSNorm, Rotary, attend_cached, rotate
 from whiflash_infer.nets.shape import DrafterShape
 
 Angles = tuple[Tensor, Tensor]
+SMALLEST_BLOCK, LARGEST_BLOCK = 4, 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionDrafterConfig:
+    """markov_rank: of the bias over the previous token; 0 for none.
+
+    sliding_window: positions of the context that a slot sees, itself counted; None for all.
+    """
+
     shape: DrafterShape
     num_layers: int
     block_size: int
     mask_token_id: int
     num_target_layers: int
     tap_layer_ids: tuple[int, ...]
+    markov_rank: int
+    sliding_window: int | None
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(f"block_size {self.block_size} must be 2 or more, the anchor included")
+        check_sizes(
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            markov_rank=self.markov_rank,
+            sliding_window=self.sliding_window,
+        )
         if not 0 <= self.mask_token_id < self.shape.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
                 f"{self.shape.vocab_size}"
             )
+
+
+def check_sizes(
+    *, num_layers: int, block_size: int, markov_rank: int, sliding_window: int | None
+) -> None:
+    """An error that names the setting and its legal range."""
+    if num_layers < 1:
+        raise ValueError(f"num_layers {num_layers} must be 1 or more")
+    if not SMALLEST_BLOCK <= block_size <= LARGEST_BLOCK:
+        raise ValueError(
+            f"block_size {block_size} must lie in {SMALLEST_BLOCK}..{LARGEST_BLOCK}, "
+            "the anchor included"
+        )
+    if markov_rank < 0:
+        raise ValueError(f"markov_rank {markov_rank} must be 0 (no Markov head) or more")
+    if sliding_window is not None and sliding_window < block_size:
+        raise ValueError(
+            f"sliding_window {sliding_window} must be at least block_size {block_size}, or null: "
+            "a slot sees its whole block"
+        )
+
+
+class MarkovHead(nn.Module):
+    """DSpark's vanilla head (arXiv 2607.05147): a bias of low rank over the previous token.
+
+    It starts at zero. Attribute names are DeepSpec's tensor names.
+    """
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, previous_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N V"]:
+        return self.markov_w2(self.markov_w1(previous_ids))
 
 
 class _Attention(nn.Module):
@@ -94,6 +141,10 @@ class _Layer(nn.Module):
 
 
 class DiffusionDrafter(nn.Module):
+    """attention: the backend of training passes; None for the device's default."""
+
+    attention: Backend | None = None
+
     def __init__(self, config: DiffusionDrafterConfig) -> None:
         super().__init__()
         shape = config.shape
@@ -108,6 +159,8 @@ class DiffusionDrafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(shape.vocab_size, rank) if rank else None
 
     @property
     def decoder_layers(self) -> list[_Layer]:
@@ -133,6 +186,7 @@ class DiffusionDrafter(nn.Module):
     ) -> Float[Tensor, "S D"]:
         """Denoise one block against caches of the context; leaves the caches as they were."""
         x, angles = embeds, self.rotary(positions)
+        first, mask = self._window(stores[0].length, len(embeds), embeds.device)
         for layer, store in zip(self.decoder_layers, stores, strict=True):
             normed = layer.input_layernorm(x)
             length = store.length
@@ -140,10 +194,41 @@ class DiffusionDrafter(nn.Module):
                 layer.self_attn.keys(normed, angles).transpose(0, 1)[None],
                 layer.self_attn.values(normed).transpose(0, 1)[None],
             )
-            attended = attend_cached(layer.self_attn.queries(normed, angles), keys, values)
+            attended = attend_cached(
+                layer.self_attn.queries(normed, angles),
+                keys[:, :, first:],
+                values[:, :, first:],
+                mask,
+            )
             store.truncate(length)
             x = layer.finish(x, attended)
         return self.norm(x)
+
+    def draft_logits(
+        self,
+        hidden: Float[Tensor, "*N D"],
+        previous_ids: Int[Tensor, "*N"],
+        head: Float[Tensor, "V D"],
+    ) -> Float[Tensor, "*N V"]:
+        """What each slot says when the token before it is known; for an argmax (no softcap)."""
+        logits = F.linear(hidden.to(head.dtype), head)
+        return logits if self.markov_head is None else logits + self.markov_head(previous_ids)
+
+    def drafts(
+        self,
+        hidden: Float[Tensor, "K D"],
+        anchor_id: Int[Tensor, " 1"],
+        head: Float[Tensor, "V D"],
+    ) -> Int[Tensor, " K"]:
+        """The most likely tokens; with a Markov head from left to right, each after the last."""
+        logits = F.linear(hidden.to(head.dtype), head)
+        if self.markov_head is None:
+            return logits.argmax(-1)
+        tokens, previous = [anchor_id[:0]], anchor_id
+        for row in logits:
+            previous = (row + self.markov_head(previous)).argmax(-1)
+            tokens.append(previous)
+        return torch.cat(tokens)
 
     def blocks(
         self,
@@ -154,20 +239,47 @@ class DiffusionDrafter(nn.Module):
         """Denoise the block of every anchor in one pass; final-normed, ready for the head."""
         rows = torch.arange(taps.shape[1], device=taps.device)
         context = self.context_entries(taps, rows.expand(taps.shape[:2]))
-        visible = rows < anchors[..., None]
+        visible = self._visible(anchors, taps.shape[1], block_embeds.shape[2])
+        attend = SharedAndOwn(visible, self.attention)
         slots = torch.arange(block_embeds.shape[2], device=taps.device)
         angles = self.rotary(anchors[..., None] + slots)
         x = block_embeds
         for layer, (keys, values) in zip(self.decoder_layers, context, strict=True):
             normed = layer.input_layernorm(x)
             attention = layer.self_attn
-            attended = attend_shared_and_own(
+            attended = attend(
                 attention.queries(normed, angles),
                 keys,
                 values,
-                visible,
                 attention.keys(normed, angles),
                 attention.values(normed),
             )
             x = layer.finish(x, attended)
         return self.norm(x)
+
+    def _visible(
+        self, anchors: Int[Tensor, "B A"], num_rows: int, num_slots: int
+    ) -> Bool[Tensor, "B A T"] | Bool[Tensor, "B A S T"]:
+        """Which context rows a block may see; by slot where a window slides."""
+        rows = torch.arange(num_rows, device=anchors.device)
+        before = rows < anchors[..., None]
+        if self.config.sliding_window is None:
+            return before
+        slots = torch.arange(num_slots, device=anchors.device)
+        ends = anchors[..., None] + slots - self.config.sliding_window
+        return before[:, :, None] & (rows > ends[..., None])
+
+    def _window(
+        self, num_context: int, num_slots: int, device: torch.device
+    ) -> tuple[int, Bool[Tensor, "S T"] | None]:
+        """The first cached row that any slot of a block at `num_context` sees, and who sees what.
+
+        The mask covers the rows from there on, the block's own included; None hides nothing.
+        """
+        window = self.config.sliding_window
+        if window is None or num_context + num_slots <= window:
+            return 0, None
+        first = max(0, num_context - window + 1)
+        rows = torch.arange(first, num_context + num_slots, device=device)
+        slots = torch.arange(num_slots, device=device)[:, None]
+        return first, rows > num_context + slots - window

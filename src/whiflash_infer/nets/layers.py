@@ -1,4 +1,4 @@
-"""Parts that both drafters share: norm, rotary positions, gated MLP, attention in two pieces."""
+"""Parts that both drafters share: norm, rotary positions, gated MLP, attention over a cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
+def widened(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """In float32, or in float64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32."""
 
@@ -22,7 +27,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        normed = F.rms_norm(widened(x), (x.shape[-1],), eps=self.eps)
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
@@ -60,7 +65,7 @@ def rotate(
     """Rotate the first r of d channels of every head (r = d unless the target rotates fewer)."""
     cos, sin = (part[..., None, :] for part in angles)
     width = cos.shape[-1]
-    turned, passed = x[..., :width].float(), x[..., width:]
+    turned, passed = widened(x[..., :width]), x[..., width:]
     left, right = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
     return torch.cat([turned.to(x.dtype), passed], dim=-1)
@@ -84,38 +89,17 @@ def attend_cached(
     queries: Float[Tensor, "Q H d"],
     keys: Float[Tensor, "1 G T d"],
     values: Float[Tensor, "1 G T d"],
+    mask: Bool[Tensor, "Q T"] | None = None,
 ) -> Float[Tensor, "Q H*d"]:
-    """Every query sees every key: decoding, where the cache holds exactly what may be seen."""
+    """Every query sees every key: decoding, where the cache holds exactly what may be seen.
+
+    mask: for a window that slides from query to query.
+    """
     # Heads that share keys become rows of one query block, so that each key is read once; SDPA's
     # own grouped mode reads them several times on a CPU.
     num_rows = len(queries)
     folded = queries.transpose(0, 1).unflatten(0, (keys.shape[1], -1)).flatten(1, 2)
-    attended = F.scaled_dot_product_attention(folded[None], keys, values)
+    if mask is not None:
+        mask = mask.repeat(folded.shape[1] // num_rows, 1)
+    attended = F.scaled_dot_product_attention(folded[None], keys, values, attn_mask=mask)
     return attended[0].unflatten(1, (-1, num_rows)).flatten(0, 1).transpose(0, 1).flatten(1)
-
-
-def attend_shared_and_own(
-    queries: Float[Tensor, "B A S H d"],
-    shared_keys: Float[Tensor, "B T G d"],
-    shared_values: Float[Tensor, "B T G d"],
-    shared_mask: Bool[Tensor, "B A T"],
-    own_keys: Float[Tensor, "B A U G d"],
-    own_values: Float[Tensor, "B A U G d"],
-) -> Float[Tensor, "B A S H*d"]:
-    """One softmax over the sequence's T shared keys and an anchor's U own keys.
-
-    The own keys are visible to that anchor's S queries alone, so the cost is A * (T + U), not
-    A * (T + A * U). Softmax in float32. U may be 0.
-    """
-    num_groups = shared_keys.shape[2]
-    grouped = queries.unflatten(3, (num_groups, -1)) * queries.shape[-1] ** -0.5
-    shared = torch.einsum("basghd,btgd->baghst", grouped, shared_keys)
-    shared = shared.float().masked_fill(
-        ~shared_mask[:, :, None, None, None, :], torch.finfo(torch.float32).min
-    )
-    own = torch.einsum("basghd,baugd->baghsu", grouped, own_keys).float()
-    weights = torch.cat([shared, own], dim=-1).softmax(-1).to(own_values.dtype)
-    from_shared, from_own = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
-    attended = torch.einsum("baghst,btgd->basghd", from_shared, shared_values)
-    attended = attended + torch.einsum("baghsu,baugd->basghd", from_own, own_values)
-    return attended.flatten(3)

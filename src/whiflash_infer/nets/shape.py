@@ -32,6 +32,17 @@ class DrafterShape:
             raise ValueError(f"rope_parameters lack {sorted(missing)}: take them from the target")
 
 
+def spread_tap_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
+    """z-lab's choice: evenly from layer 1 to the third last, halves rounded to even; or the middle.
+
+    (DFlash, arXiv 2602.06036; `build_target_layer_ids` there.)
+    """
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    start, end = 1, num_target_layers - 3
+    return [round(start + i * (end - start) / (num_taps - 1)) for i in range(num_taps)]
+
+
 def check_tap_layer_ids(tap_layer_ids: list[int], num_target_layers: int) -> tuple[int, ...]:
     """Layer ids in order, or an error with the legal range.
 

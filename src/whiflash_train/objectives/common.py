@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.losses import chained_hits
@@ -13,10 +14,10 @@ from whiflash_train.losses import chained_hits
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean and the number of items behind it, so that uneven batches average right."""
+    """A mean and the number, or weight, of items behind it: so uneven batches average right."""
 
     value: Tensor
-    count: int
+    count: int | float
 
 
 Outcome = tuple[Tensor, dict[str, Mean]]
@@ -26,6 +27,15 @@ def supervised_at(batch: DrafterBatch, positions: Int[Tensor, "B A K"]) -> Bool[
     safe = positions.clamp(max=batch.ids.shape[1] - 1)
     found = batch.supervised.gather(1, safe.flatten(1)).unflatten(1, safe.shape[1:])
     return found & (positions < batch.ids.shape[1]) & batch.anchor_mask[..., None]
+
+
+def nothing_learnt(net: nn.Module) -> Float[Tensor, ""]:
+    """A loss of 0 that reaches every trainable parameter.
+
+    Distributed training waits for a gradient of each, on a process that had nothing to learn too.
+    """
+    zero = torch.zeros((), device=next(net.parameters()).device)
+    return zero + sum((0.0 * p).sum() for p in net.parameters() if p.requires_grad)
 
 
 def acceptance(

@@ -1,16 +1,22 @@
-"""The block drafter's objective: DFlash, hard labels at the masked slots."""
+"""The block drafter's objective: DFlash, one pass over the blocks of a batch's anchors."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whiflash_infer.labels import block_ids, following
+from whiflash_infer.labels import block_ids, following, previous_ids
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_train.batches import DrafterBatch
-from whiflash_train.losses import decay_weights, dpace_weights, head_cross_entropy
-from whiflash_train.objectives.common import Outcome, acceptance, supervised_at
+from whiflash_train.block_losses import Bias, BlockObjective, slot_scores
+from whiflash_train.objectives.common import (
+    Mean,
+    Outcome,
+    acceptance,
+    nothing_learnt,
+    supervised_at,
+)
 from whiflash_train.teacher import Teacher
 
 
@@ -19,36 +25,59 @@ def diffusion_objective(
     batch: DrafterBatch,
     *,
     teacher: Teacher,
-    weighting: str,
-    smoothing: float,
-    gamma: float,
+    objective: BlockObjective,
 ) -> Outcome:
-    """DFlash: hard cross-entropy at the masked slots of one block an anchor.
+    """DFlash: score the masked slots of one block an anchor, and weigh them as `objective` says.
 
-    Slot k is supervised by x_{n+k} where that token belongs to the answer. weighting: `dpace`
-    (normalised by the number of blocks) or `decay` (by the sum of weights).
+    Slot k is supervised where x_{n+k} belongs to the answer: by that token, or by the target's
+    distribution at row n + k - 1. A batch without a supervised slot gives a loss of zero that
+    still reaches every parameter, as data-parallel training needs.
     """
+    num_drafts = net.config.block_size - 1
+    labels, exists = following(batch.ids, batch.lengths, batch.anchors, num_drafts)
+    counted = exists & _labels_supervised(batch, num_drafts)
+    hits = torch.zeros_like(counted)
+    if not counted.any():
+        loss = nothing_learnt(net)
+        return loss, acceptance(loss, hits, exists, batch.anchor_mask)
     rows = teacher(batch)
     tables, dtype = teacher.tables, net.fc.weight.dtype
     embeds = tables.embed(block_ids(batch.ids, batch.anchors, net)).to(dtype)
     hidden = net.blocks(embeds, rows.taps.to(dtype), batch.anchors)[:, :, 1:]
-    labels, exists = following(batch.ids, batch.lengths, batch.anchors, hidden.shape[2])
-    counted = exists & _labels_supervised(batch, hidden.shape[2])
-    losses, best = head_cross_entropy(hidden[counted], tables.head, labels[counted])
-    table = losses.new_zeros(counted.shape)
-    table[counted] = losses
-    if weighting == "dpace":
-        weights = dpace_weights(table.flatten(0, 1), counted.flatten(0, 1), smoothing=smoothing)
-        normaliser = batch.anchor_mask.sum() * hidden.shape[2] / 2
-    else:
-        weights = decay_weights(counted.flatten(0, 1), gamma=gamma)
-        normaliser = weights.sum()
-    loss = (weights * table.flatten(0, 1)).sum() / normaliser.clamp(min=1)
-    hits = torch.zeros_like(counted)
+    wanted = labels[counted]
+    if objective.score != "cross_entropy":
+        wanted = _teacher_hidden(rows.hidden, batch.anchors, counted)
+    scores, best = slot_scores(
+        objective.score, hidden[counted], wanted, tables, _bias(net, batch, counted)
+    )
+    table = scores.new_zeros(counted.shape)
+    table[counted] = scores
     hits[counted] = best == labels[counted]
-    return loss, acceptance(loss, hits, exists, batch.anchor_mask)
+    loss = objective.loss(*(part.flatten(0, 1) for part in (table, hits, counted)))
+    means = acceptance(loss, hits, exists, batch.anchor_mask)
+    means["loss"] = Mean(loss.detach(), objective.weight(counted.flatten(0, 1)))
+    return loss, means
 
 
 def _labels_supervised(batch: DrafterBatch, num_slots: int) -> Bool[Tensor, "B A K"]:
     positions = batch.anchors[..., None] + torch.arange(1, num_slots + 1, device=batch.ids.device)
     return supervised_at(batch, positions)
+
+
+def _teacher_hidden(
+    hidden: Float[Tensor, "B T D"], anchors: Int[Tensor, "B A"], counted: Bool[Tensor, "B A K"]
+) -> Float[Tensor, "N D"]:
+    """The target's final hidden state at row n + k - 1, which predicts what slot k drafts."""
+    row, anchor, column = counted.nonzero(as_tuple=True)  # column k - 1 is slot k
+    return hidden[row, anchors[row, anchor] + column]
+
+
+def _bias(
+    net: DiffusionDrafter, batch: DrafterBatch, counted: Bool[Tensor, "B A K"]
+) -> Bias | None:
+    """The Markov head reads the true token before each slot: x_{n+k-1} at slot k."""
+    head = net.markov_head
+    if head is None:
+        return None
+    previous = previous_ids(batch.ids, batch.lengths, batch.anchors, counted.shape[2])
+    return Bias(head.markov_w1(previous[counted]), head.markov_w2.weight)
