@@ -21,6 +21,7 @@ from whiflash_train.data.answer_store import AnswerStore
 from whiflash_train.data.conversations import ConversationWriter
 from whiflash_train.data.dialogues import Dialogue, Dialogues
 from whiflash_train.data.engines import Answer, Engine, Job, Sampling
+from whiflash_train.data.masks import MaskedRow
 from whiflash_train.data.preview import show_masks
 from whiflash_train.data.processes import Processes
 from whiflash_train.data.selection import as_prompt, pick_rows, require_rows
@@ -75,7 +76,8 @@ def generate(cfg: DictConfig) -> None:
     store = AnswerStore(path, fingerprint, process=processes.index)
     dialogues = answer_all(asking, dialogues, engine, store, options, processes)
     if processes.is_main:
-        finish(cfg, path, manifest, dialogues, chat, tally, store)
+        conversations = [(d, asking.masked_rows(d)) for d in dialogues]
+        finish(cfg, path, manifest, conversations, chat, tally, store)
     processes.wait()
 
 
@@ -152,7 +154,7 @@ def finish(
     cfg: DictConfig,
     path: Path,
     manifest: dict[str, Any],
-    dialogues: list[Dialogue],
+    conversations: list[tuple[Dialogue, list[MaskedRow]]],
     chat: Chat,
     tally: Tally,
     store: AnswerStore,
@@ -164,11 +166,11 @@ def finish(
             f"{tally.failed} of {tally.read} rows got no answer: {told}. Run again to ask only "
             "these once more, or add generate.allow_failed=true to go on without them"
         )
-    rows = [(d.conversation.id, d.rows[-1].ids, d.rows[-1].mask) for d in dialogues]
-    show_masks(console, chat, rows[: cfg.show_mask])
+    shown = [(d.conversation.id, rows[-1].ids, rows[-1].mask) for d, rows in conversations]
+    show_masks(console, chat, shown[: cfg.show_mask])
     with new_artifact(path, manifest) as folder, ConversationWriter(folder) as writer:
-        for d in dialogues:
-            writer.add(d.picked.split, d.conversation.id, d.conversation.category, d.masked_rows)
+        for d, rows in conversations:
+            writer.add(d.picked.split, d.conversation.id, d.conversation.category, rows)
         manifest |= writer.close(tally)
     store.remove()
     show_counts(tally, manifest["counts"])

@@ -122,11 +122,12 @@ class Chat:
     ) -> str:
         """The text of a conversation.
 
-        Raises: TemplateRejects when the template refuses it.
+        Raises: TemplateRejects when the template refuses it, or says nothing of a tool call: where
+            the call should be there would be an empty answer.
         """
         self.require_template()
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,
                 tokenize=False,
@@ -137,6 +138,10 @@ class Chat:
             raise TemplateRejects(
                 str(error).splitlines()[0] if str(error) else repr(error)
             ) from None
+        for name in _called(messages):
+            if name not in text:
+                raise TemplateRejects(f"the template does not render the call of {name!r}")
+        return text
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts. Nothing is added: the template prints its own BOS."""
@@ -149,6 +154,11 @@ class Chat:
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins."""
         return self.encode([self.render(messages, tools, add_generation_prompt=True)])[0]
+
+
+def _called(messages: Sequence[Message]) -> list[str]:
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    return [call["function"]["name"] for call in calls]
 
 
 def find_stop_ids(*holders: Any) -> frozenset[int]:

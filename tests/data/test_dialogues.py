@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.data.test_selection import RULES
@@ -30,8 +31,11 @@ class Table:
             tokenizer.chat_template = template
         self.chat = Chat(tokenizer, frozenset({END}))
         self.tally = Tally()
+        rules = replace(
+            RULES, **{k: options.pop(k) for k in ("turns", "reasoning") if k in options}
+        )
         limits: dict[str, Any] = {"max_prompt_tokens": 400, "keep_truncated": True, **options}
-        self.dialogues = Dialogues(self.chat, RULES, self.tally, **limits)
+        self.dialogues = Dialogues(self.chat, rules, self.tally, **limits)
 
     def open(self, **raw: Any) -> list[Dialogue]:
         row = parse_row({"id": "r", **raw}, "rows.jsonl:1", roles={})
@@ -64,7 +68,7 @@ def test_each_turn_is_asked_behind_the_answer_before_and_all_make_one_row() -> N
     assert [job.id for job in table.dialogues.jobs([dialogue])] == ["r#1"]
     assert table.say(dialogue, "Yes")
     assert table.dialogues.jobs([dialogue]) == []
-    (row,) = dialogue.masked_rows
+    (row,) = table.dialogues.masked_rows(dialogue)
     assert row.turn is None
     assert table.drawn(row) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello<|im_end|>⟧"
@@ -77,11 +81,43 @@ def test_a_template_that_rewrites_history_makes_a_row_of_every_turn() -> None:
     (dialogue,) = table.open(turns=["Hi", "More"])
     table.say(dialogue, "Hello")
     table.say(dialogue, "Yes")
-    assert [row.turn for row in dialogue.masked_rows] == [0, 1]
-    assert [table.drawn(row) for row in dialogue.masked_rows] == [
+    assert [row.turn for row in table.dialogues.masked_rows(dialogue)] == [0, 1]
+    assert [table.drawn(row) for row in table.dialogues.masked_rows(dialogue)] == [
         "user:Hi<|im_end|>assistant:⟦Hello<|im_end|>⟧",
         "user:Hi<|im_end|>assistant:[Hello]<|im_end|>user:More<|im_end|>assistant:⟦Yes<|im_end|>⟧",
     ]
+
+
+def test_only_the_last_answer_is_supervised_where_that_is_the_rule() -> None:
+    for template, turns in ((None, 2), (REWRITING, 2), (None, 1)):
+        table = Table(template, turns="last")
+        (dialogue,) = table.open(turns=["Hi", "More"][:turns])
+        table.say(dialogue, "Hello")
+        if turns == 2:
+            table.say(dialogue, "Yes")
+        (row,) = table.dialogues.masked_rows(dialogue)
+        drawn = table.drawn(row)
+        assert drawn.endswith("⟦Yes<|im_end|>⟧" if turns == 2 else "⟦Hello<|im_end|>⟧")
+        assert drawn.count("⟦") == 1
+        assert row.turn is None
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}"
+    "<t>{{ m.reasoning_content }}</t>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_reasoning_that_the_target_wrote_is_supervised_or_left_out() -> None:
+    for reasoning, expected in (
+        (True, "user:Hi<|im_end|>assistant:⟦<t>hm, well</t>Hello<|im_end|>⟧"),
+        (False, "user:Hi<|im_end|>assistant:<t>hm, well⟦</t>Hello<|im_end|>⟧"),
+    ):
+        table = Table(THINKING, reasoning=reasoning)
+        (dialogue,) = table.open(prompt="Hi")
+        table.say(dialogue, "<t>hm, well</t>Hello")
+        assert table.drawn(table.dialogues.masked_rows(dialogue)[0]) == expected
 
 
 def test_recorded_answers_of_the_history_are_not_supervised() -> None:
@@ -89,7 +125,7 @@ def test_recorded_answers_of_the_history_are_not_supervised() -> None:
     history = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "recorded"}]
     (dialogue,) = table.open(messages=[*history, {"role": "user", "content": "B"}])
     table.say(dialogue, "own")
-    drawn = table.drawn(dialogue.masked_rows[0])
+    drawn = table.drawn(table.dialogues.masked_rows(dialogue)[0])
     assert "⟦own<|im_end|>⟧" in drawn
     assert drawn.count("⟦") == 1
 
@@ -102,7 +138,7 @@ def test_an_answer_that_comes_as_text_gives_the_same_row_as_its_tokens() -> None
         message = {"role": "assistant", "content": text}
         assert told.dialogues.take(first, Answer(first.job.id, "stop", message=message))
         tokens.say(second, text)
-    assert first.masked_rows == second.masked_rows
+    assert told.dialogues.masked_rows(first) == tokens.dialogues.masked_rows(second)
 
 
 def test_a_cut_answer_has_no_end_and_later_turns_are_not_asked() -> None:
@@ -116,7 +152,7 @@ def test_a_cut_answer_has_no_end_and_later_turns_are_not_asked() -> None:
             assert table.dialogues.take(dialogue, answer)
         else:
             assert table.say(dialogue, "Hel", ended=False)
-        (row,) = dialogue.masked_rows
+        (row,) = table.dialogues.masked_rows(dialogue)
         assert row.truncated
         assert table.drawn(row).endswith("assistant\n⟦Hel⟧")
         assert dialogue.job is None
@@ -150,7 +186,7 @@ def test_a_later_turn_that_is_too_long_keeps_the_turns_before_it() -> None:
     (dialogue,) = table.open(turns=["Hi", "y" * 50])
     assert table.say(dialogue, "Hello")
     assert dialogue.job is None
-    assert table.drawn(dialogue.masked_rows[0]).endswith("⟦Hello<|im_end|>⟧")
+    assert table.drawn(table.dialogues.masked_rows(dialogue)[0]).endswith("⟦Hello<|im_end|>⟧")
     assert table.tally.notes == {"later_turns_not_asked": 1}
 
 

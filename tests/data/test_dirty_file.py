@@ -252,6 +252,9 @@ def test_masks_cover_the_answers_that_were_written(dirty: Path) -> None:
     answered = [r for r in rows if isinstance(r, Conversation) and r.answer_indices]
     assert len(answered) > 8
     for row, outcome in zip(answered, mask(answered), strict=True):
+        if any("tool_calls" in message for message in row.messages):
+            assert isinstance(outcome, BadRow)  # this template does not render them
+            continue
         assert isinstance(outcome, list)
         (made,) = outcome
         supervised = [i for i, kept in zip(made.ids, made.mask, strict=True) if kept]

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 from tests.data.templates import CHATML, FAMILIES, GEMMA, LLAMA3, REASONING, Family
 from whiflash_infer.chat import Chat, ChatOptions, TemplateRejects, find_stop_ids
 from whiflash_infer.errors import UserError
+from whiflash_infer.sources import byte_tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -209,3 +210,15 @@ def test_whatever_a_template_fails_with_is_a_refusal_in_one_line(
     with pytest.raises(TemplateRejects, match=message) as caught:
         chat.render(HI)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_says_nothing_of_a_tool_call_refuses_it() -> None:
+    # It would render an empty answer, and drafters would learn to end at once.
+    chat = Chat(byte_tokenizer(), frozenset({2}))
+    call = {"type": "function", "function": {"name": "book_flight", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Book it."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    with pytest.raises(TemplateRejects, match="does not render the call of 'book_flight'"):
+        chat.render(messages)

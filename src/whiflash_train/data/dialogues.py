@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whiflash_infer.chat import Chat, Message, TemplateRejects
 from whiflash_train.data.engines import Answer, Job
-from whiflash_train.data.masks import MaskedRow, Masker, MaskRules
+from whiflash_train.data.masks import MaskedRow, Masker, MaskRules, last_stretch
 from whiflash_train.data.rows import Conversation
 from whiflash_train.data.selection import Picked
 from whiflash_train.data.tally import BadRow, Tally
@@ -23,11 +23,6 @@ class Dialogue:
     rows: list[MaskedRow] = field(default_factory=list)
     turn: int = 0
     job: Job | None = None
-
-    @property
-    def masked_rows(self) -> list[MaskedRow]:
-        """One row, or one for every turn whose prompt did not continue the turn before."""
-        return self.rows if len(self.rows) > 1 else [replace(self.rows[0], turn=None)]
 
     @property
     def conversation(self) -> Conversation:
@@ -51,10 +46,10 @@ class Dialogues:
         self.tally = tally
         self.max_prompt_tokens = max_prompt_tokens
         self.keep_truncated = keep_truncated
-        self.min_supervised = rules.min_supervised
-        # Answers that come as text are rendered behind their prompt, whole.
-        rules = replace(rules, turns="last", reasoning=True, max_length=1 << 30)
+        self.rules = rules
         self._masker = Masker(chat, rules)
+        # Answers that come as text are rendered behind their prompt, whole.
+        self._whole = Masker(chat, replace(rules, turns="last", reasoning=True, max_length=1 << 30))
 
     def open(self, picked: Iterable[Picked]) -> list[Dialogue]:
         """The dialogues whose first question can be asked."""
@@ -83,7 +78,7 @@ class Dialogues:
             self.tally.drop(place, bad)
             return False
         cut = answer.finish == "length"
-        _grow(dialogue, job.prompt_ids, ids, truncated=cut)
+        _grow(dialogue, job.prompt_ids, ids, self._mask(ids), truncated=cut)
         if cut:
             self.tally.note("answer_cut_at_max_new_tokens", place)
             if dialogue.waiting:
@@ -92,6 +87,17 @@ class Dialogues:
             self._next_turn(dialogue, answer, ids)
         return True
 
+    def masked_rows(self, dialogue: Dialogue) -> list[MaskedRow]:
+        """One row, or one for every turn whose prompt did not continue the turn before."""
+        rows = dialogue.rows
+        if self.rules.turns == "last":
+            rows = [replace(rows[-1], mask=last_stretch(rows[-1].mask))]
+        return rows if len(rows) > 1 else [replace(rows[0], turn=None)]
+
+    def _mask(self, answer_ids: list[int]) -> list[bool]:
+        first = self._masker.first_supervised(answer_ids)
+        return [index >= first for index in range(len(answer_ids))]
+
     def _answer_ids(self, dialogue: Dialogue, job: Job, answer: Answer) -> list[int]:
         """Raises: BadRow when there is no answer that can be used."""
         if answer.finish == "length" and not self.keep_truncated:
@@ -99,7 +105,7 @@ class Dialogues:
         ids = answer.ids
         if ids is None or (answer.message and not self._ends_as_told(answer, ids)):
             ids = self._encoded(dialogue, job, answer)
-        if len(ids) < self.min_supervised:
+        if sum(self._mask(ids)) < self.rules.min_supervised:
             raise BadRow("answer_too_short", f"{len(ids)} tokens")
         return ids
 
@@ -115,7 +121,7 @@ class Dialogues:
             messages=[*dialogue.messages, answer.message],
             truncated=answer.finish == "length",
         )
-        outcome = self._masker([told])[0]
+        outcome = self._whole([told])[0]
         if isinstance(outcome, BadRow):
             raise outcome
         ids = outcome[-1].ids
@@ -152,7 +158,14 @@ class Dialogues:
         return True
 
 
-def _grow(dialogue: Dialogue, prompt: list[int], answer: list[int], *, truncated: bool) -> None:
+def _grow(
+    dialogue: Dialogue,
+    prompt: list[int],
+    answer: list[int],
+    answer_mask: list[bool],
+    *,
+    truncated: bool,
+) -> None:
     """Extend the last row where the prompt continues it; otherwise the answer is a row of its own.
 
     A template that rewrites history gives prompts that do not continue what was said.
@@ -160,8 +173,8 @@ def _grow(dialogue: Dialogue, prompt: list[int], answer: list[int], *, truncated
     last = dialogue.rows[-1] if dialogue.rows else None
     if last is not None and prompt[: len(last.ids)] == last.ids:
         between = [False] * (len(prompt) - len(last.ids))
-        mask = last.mask + between + [True] * len(answer)
+        mask = last.mask + between + answer_mask
         dialogue.rows[-1] = MaskedRow(prompt + answer, mask, truncated, last.turn)
         return
-    mask = [False] * len(prompt) + [True] * len(answer)
+    mask = [False] * len(prompt) + answer_mask
     dialogue.rows.append(MaskedRow(prompt + answer, mask, truncated, dialogue.turn))

@@ -103,6 +103,14 @@ class Masker:
                 results.append(_outcome(self._finish_all, row, part, tokens))
         return results
 
+    def first_supervised(self, answer_ids: list[int]) -> int:
+        """How many tokens of an answer that the target wrote are its reasoning, if left out."""
+        if self.rules.reasoning:
+            return 0
+        text = self.chat.tokenizer.decode(answer_ids)
+        end = self._markers.behind_thought(text, Span(0, len(text), None)).reasoning_end
+        return 0 if end is None else self._first_after(text[:end], answer_ids, 0)
+
     # ---- rendering
 
     def _render(self, row: AnyRow) -> list[_Rendered]:
@@ -300,7 +308,7 @@ class Masker:
         notes = ("second_bos_removed",) if second else ()
         ids, mask = row.input_ids[second:], row.loss_mask[second:]
         if self.rules.turns == "last":
-            mask = _last_stretch(mask)
+            mask = last_stretch(mask)
         return [self._fit(MaskedRow(ids, mask, row.truncated, None, notes))]
 
     def _fit(self, row: MaskedRow) -> MaskedRow:
@@ -332,7 +340,7 @@ def _num_until_last(mask: list[bool]) -> int:
     return next((i + 1 for i in reversed(range(len(mask))) if mask[i]), 0)
 
 
-def _last_stretch(mask: list[bool]) -> list[bool]:
+def last_stretch(mask: list[bool]) -> list[bool]:
     """Only the last of the stretches that are True."""
     end = _num_until_last(mask)
     start = next((i + 1 for i in reversed(range(end)) if not mask[i]), 0)
