@@ -202,7 +202,7 @@ def _choose_attention(cfg: DictConfig, trainee: Trainee) -> None:
     try:
         choice = choose_backend(device, cfg.trainer.attention, head_dim=net.config.shape.head_dim)
     except ValueError as error:
-        raise UserError(f"trainer.attention is {cfg.trainer.attention}: {error}") from None
+        raise UserError(f"trainer.attention: {error}") from None
     net.attention = choice.backend
     trainee.facts["attention"] = f"{choice.backend}, {choice.reason}"
 

@@ -152,11 +152,12 @@ def _eager(
     """
     if torch.compiler.is_compiling():
         return _whole(queries, shared_keys, shared_values, own_keys, own_values, hidden)
-    num_groups = shared_keys.shape[2]
-    scaled = (queries * queries.shape[-1] ** -0.5).unflatten(3, (num_groups, -1))
-    folded = scaled.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3).contiguous()
-    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (shared_keys, shared_values))
-    own = [x.permute(0, 3, 1, 2, 4).flatten(0, 1) for x in (own_keys, own_values)]
+    num_groups, scale = shared_keys.shape[2], queries.shape[-1] ** -0.5
+    grouped = queries.unflatten(3, (num_groups, -1)).permute(0, 3, 1, 2, 4, 5)
+    folded = grouped.flatten(0, 1).flatten(2, 3).contiguous()
+    shared = (shared_keys * scale, shared_values)  # there are fewer keys than queries to scale
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in shared)
+    own = [x.permute(0, 3, 1, 2, 4).flatten(0, 1) for x in (own_keys * scale, own_values)]
     attended = cast("Tensor", _TwoPieces.apply(folded, keys, values, *own, hidden))
     unfolded = attended.unflatten(2, (queries.shape[2], -1)).unflatten(0, (-1, num_groups))
     return unfolded.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
@@ -206,9 +207,9 @@ class _TwoPieces(torch.autograd.Function):
         for part, mask in _parts(queries, num_shared, hidden):
             weights = _weights(queries[part], keys[part], own_scores[part], mask)
             own_weights[part] = weights[..., num_shared:]
+            attended[part] = own_weights[part] @ own_values[part]
             shared = weights[..., :num_shared].to(values.dtype)
-            torch.bmm(shared.flatten(1, 2), values[part], out=attended[part].flatten(1, 2))
-        attended += own_weights @ own_values
+            attended[part].flatten(1, 2).baddbmm_(shared.flatten(1, 2), values[part])
         kept = (queries, keys, values, own_keys, own_values, hidden)
         ctx.save_for_backward(*kept, own_scores, own_weights, attended)
         return attended
@@ -218,19 +219,20 @@ class _TwoPieces(torch.autograd.Function):
         queries, keys, values, own_keys, own_values, hidden, *rest = ctx.saved_tensors
         own_scores, own_weights, attended = rest
         dtype, num_shared, grad = queries.dtype, keys.shape[1], grads[0].contiguous()
-        common = (grad * attended).sum(-1, keepdim=True, dtype=own_scores.dtype)
-        by_own = ((grad @ own_values.mT - common) * own_weights).to(dtype)
+        by_own = torch.empty_like(own_weights)
         by_queries, by_keys, by_values = (torch.empty_like(x) for x in (queries, keys, values))
         for part, mask in _parts(queries, num_shared, hidden):
+            common = (grad[part] * attended[part]).sum(-1, keepdim=True, dtype=own_scores.dtype)
+            by_own[part] = (grad[part] @ own_values[part].mT - common) * own_weights[part]
+            by_queries[part] = by_own[part] @ own_keys[part]
             weights = _weights(queries[part], keys[part], own_scores[part], mask)
             weights = weights[..., :num_shared].flatten(1, 2)
             pull, rows = grad[part].flatten(1, 2), queries[part].flatten(1, 2)
-            slopes = torch.bmm(pull, values[part].mT) - common[part].flatten(1, 2)
+            slopes = widened(torch.bmm(pull, values[part].mT)).sub_(common.flatten(1, 2))
             slopes = slopes.mul_(weights).to(dtype)
             by_values[part] = torch.bmm(weights.to(dtype).mT, pull)
             by_keys[part] = torch.bmm(slopes.mT, rows)
-            torch.bmm(slopes, keys[part], out=by_queries[part].flatten(1, 2))
-        by_queries += by_own @ own_keys
+            by_queries[part].flatten(1, 2).baddbmm_(slopes, keys[part])
         return by_queries, by_keys, by_values, by_own.mT @ queries, own_weights.mT @ grad, None
 
 
@@ -256,9 +258,11 @@ def _weights(
     num_shared = keys.shape[1]
     scores = own_scores.new_empty(*queries.shape[:3], num_shared + own_scores.shape[3])
     scores[..., num_shared:] = own_scores
-    scores[..., :num_shared] = torch.bmm(queries.flatten(1, 2), keys.mT).view_as(
-        scores[..., :num_shared]
-    )
+    shared, rows = scores.flatten(1, 2)[..., :num_shared], queries.flatten(1, 2)
+    if scores.dtype == queries.dtype:
+        torch.bmm(rows, keys.mT, out=shared)
+    else:
+        shared.copy_(torch.bmm(rows, keys.mT))
     by_query = scores.unflatten(2, (hidden.shape[2], -1))[..., :num_shared]
     by_query.masked_fill_(hidden[:, :, :, None], _HIDDEN)
     return scores.softmax(-1)
