@@ -22,6 +22,8 @@ def in_child(work: Callable[[], int], log: Path) -> int:
     if pid:
         return pid
     status = 1
+    # Torch does not stand new threads in a forked process ("Invalid thread pool").
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
