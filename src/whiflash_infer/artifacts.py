@@ -47,17 +47,23 @@ def package_versions() -> dict[str, str]:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    write_whole(path, f"{text}\n".encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: under another name, to the disk, then renamed."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,7 +82,9 @@ def new_artifact(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
 
     `manifest` is read at the end, so counts may be filled in while the block runs.
     """
-    staging = path.with_name(f".{path.name}.partial")
+    staging, retired = path.with_name(f".{path.name}.partial"), _retired(path)
+    if retired.exists() and not path.exists():
+        retired.rename(path)  # a run was killed between the two renames of `put_in_place`
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -87,12 +95,22 @@ def new_artifact(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    retired = path.with_name(f".{path.name}.old")
+    put_in_place(staging, path)
+
+
+def put_in_place(staging: Path, path: Path) -> None:
+    """Rename a complete folder to `path`; what stood there is moved aside first, removed last."""
+    retired = _retired(path)
     shutil.rmtree(retired, ignore_errors=True)
     if path.exists():
         path.rename(retired)
     staging.rename(path)
+    _sync_folder(path.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def _retired(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
 
 
 def read_manifest(path: Path, *, made_by: str) -> dict[str, Any]:
@@ -134,3 +152,11 @@ def _sync_tree(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

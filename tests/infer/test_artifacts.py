@@ -38,6 +38,23 @@ def test_a_run_that_dies_half_way_leaves_the_old_artefact(tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["thing"]
 
 
+def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    # The next run used to remove the old artefact, which stood aside, before its own was complete.
+    path = tmp_path / "thing"
+    make(path, "old")
+    path.rename(tmp_path / ".thing.old")
+
+    def die() -> None:
+        with new_artifact(path, {}):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        die()
+    assert (path / "data").read_text() == "old"
+    make(path, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["thing"]
+
+
 def test_a_missing_artefact_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"does not exist. Make it with: python make_it.py"):
         read_manifest(tmp_path / "absent", made_by="python make_it.py")

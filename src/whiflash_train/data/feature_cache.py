@@ -44,6 +44,7 @@ from whiflash_infer.artifacts import (
     read_manifest,
     require_match,
     write_json,
+    write_whole,
 )
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.target import Target
@@ -54,7 +55,6 @@ from whiflash_train.data.resumable import (
     resumable_folder,
     told_writing,
     write_shard,
-    write_whole,
 )
 from whiflash_train.progress import rate_bar
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
+from whiflash_infer.artifacts import put_in_place, write_whole
 from whiflash_infer.errors import UserError
 
 
@@ -38,7 +39,7 @@ def resumable_folder(path: Path, fingerprint: str) -> Iterator[Path]:
                 work.rmdir()  # if nothing is in it
             raise
         with told_writing(work):
-            _put_in_place(work, path)
+            put_in_place(work, path)
     _remove_leftovers(path)
 
 
@@ -49,30 +50,6 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], fingerprint: str) -> 
     with told_writing(path.parent):
         path.parent.mkdir(exist_ok=True)
         write_whole(path, whole)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _put_in_place(work: Path, path: Path) -> None:
-    retired = path.with_name(f".{path.name}.old")
-    shutil.rmtree(retired, ignore_errors=True)
-    if path.exists():
-        path.rename(retired)
-    work.rename(path)
-    _sync_folder(path.parent)
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -112,11 +89,3 @@ def told_writing(folder: Path) -> Iterator[None]:
             f"cannot write {folder}: {cause}. {advice} and run the same command again: it goes on "
             "from what is complete"
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
