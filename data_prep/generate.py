@@ -114,11 +114,11 @@ def answer_all(
     processes: Processes,
 ) -> list[Dialogue]:
     """Ask turn after turn until no dialogue waits for an answer; those that are in the data."""
-    resumed = sum(a.finish != "failed" for a in store.read().values())
+    answers = store.read()
+    resumed = sum(a.finish != "failed" for a in answers.values())
     if resumed and processes.is_main:
         console.print(f"going on after {resumed} answers of an interrupted run")
     while jobs := asking.jobs(dialogues):
-        answers = store.read()
         done = {id_: a for id_, a in answers.items() if a.finish != "failed"}
         ask(jobs, done, engine, store, options)
         processes.wait()

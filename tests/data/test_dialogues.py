@@ -181,6 +181,18 @@ def test_what_cannot_be_asked_or_answered_is_counted_out() -> None:
     )
 
 
+def test_a_later_answer_that_cannot_be_used_keeps_the_turns_before_it() -> None:
+    table = Table()
+    (dialogue,) = table.open(turns=["Hi", "More"])
+    table.say(dialogue, "Hello")
+    assert table.say(dialogue, "")
+    assert dialogue.job is None
+    (row,) = table.dialogues.masked_rows(dialogue)
+    assert table.drawn(row).endswith("⟦Hello<|im_end|>⟧")
+    assert table.tally.notes == {"later_turns_left_out_answer_too_short": 1}
+    assert table.tally.kept == 1
+
+
 def test_a_later_turn_that_is_too_long_keeps_the_turns_before_it() -> None:
     table = Table(max_prompt_tokens=40)
     (dialogue,) = table.open(turns=["Hi", "y" * 50])

@@ -75,8 +75,7 @@ class Dialogues:
         try:
             ids = self._answer_ids(dialogue, job, answer)
         except BadRow as bad:
-            self.tally.drop(place, bad)
-            return False
+            return self._stopped(dialogue, bad)
         cut = answer.finish == "length"
         _grow(dialogue, job.prompt_ids, ids, self._mask(ids), truncated=cut)
         if cut:
@@ -86,6 +85,14 @@ class Dialogues:
         elif dialogue.waiting:
             self._next_turn(dialogue, answer, ids)
         return True
+
+    def _stopped(self, dialogue: Dialogue, bad: BadRow) -> bool:
+        """An answer cannot be used: the turns before it stay, and without any the row goes."""
+        if dialogue.rows:
+            self.tally.note(f"later_turns_left_out_{bad.reason}", dialogue.conversation.place)
+            return True
+        self.tally.drop(dialogue.conversation.place, bad)
+        return False
 
     def masked_rows(self, dialogue: Dialogue) -> list[MaskedRow]:
         """One row, or one for every turn whose prompt did not continue the turn before."""
