@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from whiflash_infer.nets.layers import widened
+from whiflash_infer.nets.layers import compute_dtype, widened
 from whiflash_infer.target import TargetTables
 from whiflash_train.checks import checked
 from whiflash_train.distillation import (
@@ -32,7 +32,6 @@ from whiflash_train.distillation import (
     total_variation,
     wide_product,
 )
-from whiflash_train.losses import compute_dtype
 
 Score = Literal["cross_entropy", "divergence", "distance"]
 ObjectiveName = Literal["dpace", "decay", "focal", "chain", "e2e_tv", "kd"]

@@ -24,9 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from whiflash_infer.nets.layers import widened
+from whiflash_infer.nets.layers import compute_dtype, widened
 from whiflash_train.checks import checked
-from whiflash_train.losses import compute_dtype
 
 LossName = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 Scored = tuple[Float[Tensor, " N"], Float[Tensor, "N W"]]  # losses and slopes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow.parquet as pq
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from whiflash_infer.artifacts import json_hash, package_versions, require_match, write_json
@@ -33,6 +31,7 @@ from whiflash_train.data.sources import read_mixed
 from whiflash_train.data.tally import BadRow, Tally
 from whiflash_train.loggers import log_evaluation
 from whiflash_train.preparation import build_sources
+from whiflash_train.progress import rate_bar
 from whiflash_train.runner import load_drafters, load_target
 
 console = Console()
@@ -187,22 +186,12 @@ def answer_with_progress(
     questions: list[Question],
     protocol: Protocol,
 ) -> list[Answer]:
-    columns = (
-        TextColumn("answering"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-        TimeRemainingColumn(),
-    )
     answers: list[Answer] = []
-    started = time.perf_counter()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("answering", total=len(policies) * len(questions), rate=0.0)
+    total = len(policies) * len(questions)
+    with rate_bar(console, "answering", total=total, unit="tokens") as advance:
         for answer in run_policies(target, runners, policies, questions, protocol):
             answers.append(answer)
-            tokens = sum(len(a.generation.output_ids) for a in answers)
-            rate = tokens / (time.perf_counter() - started)
-            progress.update(bar, advance=1, rate=rate)
+            advance(1, produced=len(answer.generation.output_ids))
     return answers
 
 

@@ -32,7 +32,7 @@ def rate_bar(console: Console, what: str, *, total: int | None, unit: str) -> It
         TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"),
+        TextColumn(f"{{task.fields[rate]:,.1f}} {unit}/s"),
         TimeRemainingColumn(),
     )
     started, done = time.perf_counter(), 0

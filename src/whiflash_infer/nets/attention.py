@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from whiflash_infer.nets.layers import widened
+from whiflash_infer.nets.layers import compute_dtype, widened
 
 Backend = Literal["eager", "sdpa", "flex"]
 BACKENDS: tuple[Backend, ...] = ("eager", "sdpa", "flex")
@@ -118,17 +118,12 @@ class SharedAndOwn:
         if sizes != self._sizes:
             self._sizes, self._mask = sizes, _MASKS[self._backend](self._visible, *sizes)
         tensors = (queries, shared_keys, shared_values, own_keys, own_values)
-        tensors = tuple(tensor.to(_product_dtype(queries)) for tensor in tensors)
+        tensors = tuple(tensor.to(compute_dtype(queries)) for tensor in tensors)
         with torch.autocast(queries.device.type, enabled=False):
             attended = _ATTENTIONS[self._backend](*tensors, self._mask)
         if own_keys.shape[2] == 0:
             attended = attended.masked_fill(~self._visible.any(-1)[..., None, None], 0.0)
         return attended.flatten(3)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 # --- eager -----------------------------------------------------------------------------------

@@ -13,6 +13,12 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Of matrix products with `x`: autocast's, where that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def widened(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """In float32, or in float64 where it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
