@@ -138,7 +138,14 @@ def tiny_diffusion(
 
 
 def block_objective(name: ObjectiveName) -> BlockObjective:
-    return BlockObjective(name=name, smoothing=0.5, gamma=4.0, focal_weight=0.3, chain_weight=2.0)
+    return BlockObjective(
+        name=name,
+        smoothing=0.5,
+        gamma=4.0,
+        draw_slots=False,
+        focal_weight=0.3,
+        chain_weight=2.0,
+    )
 
 
 def plain_soft_loss(logits: Tensor, target_logits: Tensor, loss: SoftLoss) -> Tensor:

@@ -21,18 +21,23 @@ class Outcome:
     err: str
 
 
-def run(folder: Path, command: str) -> str:
+def run(folder: Path, command: str, *, target: str = "tiny") -> str:
     """Run a stage in `folder`; its output. Fails the test when it fails."""
-    done = attempt(folder, command)
+    done = attempt(folder, command, target=target)
     assert done.status == 0, done.out + done.err
     return done.out
 
 
 def attempt(folder: Path, command: str, *, target: str = "tiny") -> Outcome:
-    """What typing the command in `folder` does, without the seconds that a new process imports."""
+    """What typing the command in `folder` does, without the seconds that a new process imports.
+
+    What the command sets itself wins over what is common to all.
+    """
     script, *options = command.split()
     out, err = io.StringIO(), io.StringIO()
-    argv = [script, *options, *common(folder, target)]
+    flags = [option for option in options if option.startswith("-")]
+    settings = [option for option in options if not option.startswith("-")]
+    argv = [script, *flags, *common(folder, target), *settings]
     status = 0
     with chdir(folder), redirect_stdout(out), redirect_stderr(err), patched_argv(argv):
         try:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,23 @@ from whiflash_train.entry import check_keys
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def blocks() -> Iterator[str]:
+    """Code blocks of the pages, and the commands in the headers of the experiment files."""
+    for path in DOCS:
+        yield from re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    for path in EXPERIMENTS:
+        yield "\n".join(re.findall(r"^# {3,}(.*)$", path.read_text(), re.MULTILINE))
 
 
 def documented_commands() -> list[str]:
-    """Every command in a code block that runs an entry point, lines joined at backslashes."""
+    """Every command that runs an entry point, lines joined at backslashes."""
     found = []
-    for path in DOCS:
-        for block in re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
-            lines = re.sub(r"\\\n\s*", " ", block).splitlines()
-            found += [line for line in lines if re.search(r"\b\w+\.py\b", line)]
+    for block in blocks():
+        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+        found += [line for line in lines if re.search(r"\b\w+\.py\b", line)]
     return sorted({re.sub(r"\s+#.*", "", line) for line in found if "benchmarks/" not in line})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +35,45 @@ def by_policy(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 
 def summarise(answers: Sequence[Answer], *, bootstrap: int, seed: int) -> dict[str, Any]:
-    """{"policy": {"overall": cell, "by_category": {category: cell}}}, against the plain arm."""
+    """Of each policy, against the plain arm: the cell of all prompts under `overall`, and those of
+    parts of them, under `by_category` and `by_prompt_length`."""
     grouped = by_policy(answers)
-    categories = sorted({a.category for a in answers})
-    report: dict[str, Any] = {}
-    for policy, mine in grouped.items():
-        cells = {}
-        for category in categories:
-            pair = [[a for a in part if a.category == category] for part in (mine, grouped[PLAIN])]
-            cells[category] = cell(*pair, bootstrap=bootstrap, seed=seed)
-        overall = cell(mine, grouped[PLAIN], bootstrap=bootstrap, seed=seed)
-        report[policy] = {"overall": overall, "by_category": cells}
-    return report
+    return {
+        policy: {
+            "overall": cell(mine, grouped[PLAIN], bootstrap=bootstrap, seed=seed),
+            **{
+                name: _cells_of(part_of, mine, grouped[PLAIN], bootstrap=bootstrap, seed=seed)
+                for name, part_of in _PARTS.items()
+            },
+        }
+        for policy, mine in grouped.items()
+    }
+
+
+def length_bucket(prompt_length: int) -> str:
+    """Lengths up to 64, up to 128 and so on; zeros in front keep them in order."""
+    return f"{max(64, 1 << (prompt_length - 1).bit_length()):06d}"
+
+
+_PARTS: dict[str, Callable[[Answer], str]] = {
+    "by_category": lambda answer: answer.category,
+    "by_prompt_length": lambda answer: length_bucket(answer.generation.prompt_length),
+}
+
+
+def _cells_of(
+    part_of: Callable[[Answer], str],
+    mine: Sequence[Answer],
+    plain: Sequence[Answer],
+    *,
+    bootstrap: int,
+    seed: int,
+) -> dict[str, Any]:
+    cells = {}
+    for part in sorted({part_of(a) for a in plain}):
+        pair = [[a for a in answers if part_of(a) == part] for answers in (mine, plain)]
+        cells[part] = cell(*pair, bootstrap=bootstrap, seed=seed)
+    return cells
 
 
 def cell(

@@ -85,7 +85,7 @@ class Target:
         generation = getattr(model, "generation_config", None)
         stop_ids = find_stop_ids(generation, self.config, tokenizer)
         self.chat = Chat(tokenizer, stop_ids, chat_options)
-        _refuse_unsupported(self.config)
+        _refuse_recurrent(model, self.config)
         self.num_layers = int(self.config.num_hidden_layers)
         try:
             if isinstance(tap_layer_ids, int):
@@ -266,11 +266,12 @@ def _cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _refuse_unsupported(config: PreTrainedConfig) -> None:
+def _refuse_recurrent(model: nn.Module, config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - _ATTENTION_TYPES:
+    odd = sorted(kinds - _ATTENTION_TYPES)
+    if odd or getattr(model, "_is_stateful", False):
         raise UserError(
-            f"{config.model_type}: layers of type {sorted(kinds - _ATTENTION_TYPES)} keep a "
+            f"{config.model_type}: {f'layers of type {odd}' if odd else 'its layers'} keep a "
             "recurrent state that cannot be rolled back; only attention targets are supported"
         )
 
@@ -280,6 +281,12 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     if "full_attention" in rope:  # one set a layer type (Gemma 3)
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
+    share = rope.pop("partial_rotary_factor", None) or 1.0
+    if share != 1.0:
+        raise UserError(
+            f"{config.model_type}: partial_rotary_factor is {share}, but drafters turn all "
+            "channels of a head, and engines would not"
+        )
     return rope
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -27,7 +27,8 @@ class DrafterBatch:
     """Right-padded conversations and the anchors to train at.
 
     supervised: tokens of an answer. anchors: positions n of anchor tokens x_n, ascending, padded
-    where anchor_mask is False. rows: indices into the data set.
+    where anchor_mask is False. rows: indices into the data set. luck: of each anchor, drawn evenly
+    from [0, 1) for objectives that draw what they learn; None where nothing is drawn.
     """
 
     ids: Int[Tensor, "B T"]
@@ -36,9 +37,11 @@ class DrafterBatch:
     anchors: Int[Tensor, "B A"]
     anchor_mask: Bool[Tensor, "B A"]
     rows: Int[Tensor, " B"]
+    luck: Float[Tensor, "B A"] | None = None
 
     def to(self, device: torch.device | str) -> DrafterBatch:
-        moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: None if part is None else part.to(device) for name, part in parts.items()}
         return replace(self, **moved)
 
 
@@ -209,24 +212,28 @@ def collate(
 ) -> DrafterBatch:
     """Pad the rows and draw up to `num_anchors` anchors in each (all of them when None).
 
-    rng: the generator of a row; not asked for where all anchors are taken.
+    rng: the generator of a row; None draws nothing, and takes all anchors.
     """
     picked = rows[indices.tolist()]
     lengths = [len(ids) for ids in picked["input_ids"]]
     shape = (len(indices), max(lengths))
     ids = np.full(shape, pad_id)
     supervised = np.zeros(shape, dtype=bool)
-    drawn = []
+    drawn, luck = [], []
     for i, (row, length) in enumerate(zip(indices.tolist(), lengths, strict=True)):
         ids[i, :length] = picked["input_ids"][i]
         supervised[i, :length] = picked["loss_mask"][i]
-        drawn.append(draw_anchors(supervised[i, :length], num_anchors, rng and rng(row)))
+        of_row = rng and rng(row)
+        drawn.append(draw_anchors(supervised[i, :length], num_anchors, of_row))
+        luck.append(of_row.random(len(drawn[i]), np.float32) if of_row else [])
     width = max(1, *(len(a) for a in drawn))
     anchors = np.ones((len(indices), width), dtype=np.int64)
     anchor_mask = np.zeros((len(indices), width), dtype=bool)
+    lucks = np.ones((len(indices), width), dtype=np.float32)
     for i, positions in enumerate(drawn):
         anchors[i, : len(positions)] = positions
         anchor_mask[i, : len(positions)] = True
+        lucks[i, : len(luck[i])] = luck[i]
     return DrafterBatch(
         ids=torch.from_numpy(ids),
         lengths=torch.tensor(lengths),
@@ -234,6 +241,7 @@ def collate(
         anchors=torch.from_numpy(anchors),
         anchor_mask=torch.from_numpy(anchor_mask),
         rows=torch.from_numpy(np.asarray(indices)),
+        luck=torch.from_numpy(lucks) if rng else None,
     )
 
 

@@ -13,7 +13,7 @@ nothing, and inside a product over slots it counts as certainly right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,23 +29,28 @@ from whiflash_train.distillation import (
     Distributions,
     Scored,
     forward_kl,
+    row_chunks,
     total_variation,
     wide_product,
 )
 
 Score = Literal["cross_entropy", "divergence", "distance"]
 ObjectiveName = Literal["dpace", "decay", "focal", "chain", "e2e_tv", "kd"]
-_ROWS_A_CHUNK = 512
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class BlockObjective:
-    """Which loss, and the parameters of all of them; each loss reads its own."""
+    """Which loss, and the parameters of all of them; each loss reads its own.
+
+    draw_slots: decay and kd take slot k as often as it would weigh, all taken ones weighing the
+    same: the same gradient on average, for less work.
+    """
 
     name: ObjectiveName
     smoothing: float
     gamma: float
+    draw_slots: bool
     focal_weight: float
     chain_weight: float
 
@@ -54,6 +59,8 @@ class BlockObjective:
             raise ValueError(f"smoothing {self.smoothing} must lie in 0..1")
         if self.gamma <= 0.0:
             raise ValueError(f"gamma {self.gamma} must be above 0; .inf weighs all slots alike")
+        if self.draw_slots and self.name not in ("decay", "kd"):
+            raise ValueError(f"draw_slots draws by the weights of decay and kd, not of {self.name}")
         for field in ("focal_weight", "chain_weight"):
             if getattr(self, field) < 0.0:
                 raise ValueError(f"{field} {getattr(self, field)} must be 0 or more")
@@ -64,15 +71,27 @@ class BlockObjective:
         special: dict[str, Score] = {"kd": "divergence", "e2e_tv": "distance"}
         return special.get(self.name, "cross_entropy")
 
+    def chances(self, num_slots: int, device: torch.device) -> Float[Tensor, " K"]:
+        """With what probability a training pass takes each slot."""
+        every = torch.ones(1, num_slots, dtype=torch.bool, device=device)
+        return decay_weights(every, gamma=self.gamma if self.draw_slots else float("inf"))[0]
+
     def loss(
-        self, scores: Float[Tensor, "N K"], hits: Bool[Tensor, "N K"], valid: Bool[Tensor, "N K"]
+        self,
+        scores: Float[Tensor, "N K"],
+        hits: Bool[Tensor, "N K"],
+        valid: Bool[Tensor, "N K"],
+        taken: Float[Tensor, " K"],
     ) -> Float[Tensor, ""]:
-        """The loss of N blocks, from the score of each slot and whether its draft is right."""
+        """The loss of N blocks, from the score of each slot and whether its draft is right.
+
+        taken: with what probability slots were taken; the others are not valid.
+        """
         if self.name == "dpace":
             return dpace_loss(scores, valid, smoothing=self.smoothing)
         if self.name == "e2e_tv":
             return e2e_tv_loss(scores, valid)
-        loss = weighted_mean(scores, decay_weights(valid, gamma=self.gamma))  # decay and kd
+        loss = weighted_mean(scores, decay_weights(valid, gamma=self.gamma) / taken)  # decay, kd
         if self.name == "focal":
             first = first_error_loss(scores, hits, valid, gamma=self.gamma)
             loss = loss + self.focal_weight * first
@@ -80,7 +99,7 @@ class BlockObjective:
             loss = loss - self.chain_weight * chain_reward(scores, valid)
         return loss
 
-    def weight(self, valid: Bool[Tensor, "N K"]) -> float:
+    def weight(self, valid: Bool[Tensor, "N K"], taken: Float[Tensor, " K"]) -> float:
         """What the loss was divided by, so that losses of parts of a batch add up to the batch's.
 
         Of focal and chain this is the first term's; the second is divided by a number of its own.
@@ -89,7 +108,7 @@ class BlockObjective:
             return float(valid.any(-1).sum())
         if self.name == "e2e_tv":
             return float(valid.sum())
-        return float(decay_weights(valid, gamma=self.gamma).sum())
+        return float((decay_weights(valid, gamma=self.gamma) / taken).sum())
 
 
 def decay_weights(valid: Bool[Tensor, "N K"], *, gamma: float) -> Float[Tensor, "N K"]:
@@ -241,7 +260,7 @@ class _Scorer:
     def _scored(self, logits: Tensor, wanted: Tensor) -> Scored:
         if self._target_product is None:
             return _cross_entropy(logits, wanted)
-        both = Distributions.of(logits, self._tables.softcapped(self._target_product(wanted)))
+        both = Distributions(logits, self._tables.softcapped(self._target_product(wanted)))
         return forward_kl(both) if self._score == "divergence" else total_variation(both)
 
 
@@ -256,7 +275,7 @@ class _SlotScores(torch.autograd.Function):
         scores = widened(hidden.new_empty(len(hidden), dtype=dtype))
         best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         slopes, code_slopes = (torch.empty_like(t if learns else t[:0]) for t in (hidden, codes))
-        for part in _parts(len(hidden)):
+        for part in row_chunks(hidden, len(scorer.head)):
             (scores[part], by_logits), best[part] = scorer(part, hidden[part], codes[part], bias)
             if learns:
                 narrow = by_logits.to(dtype)
@@ -282,13 +301,8 @@ def _slopes_by_readout(
 ) -> Float[Tensor, "V R"]:
     dtype = scorer.head.dtype
     found, bias = torch.zeros_like(readout), scorer.product(readout.to(dtype))
-    for part in _parts(len(hidden)):
+    for part in row_chunks(hidden, len(scorer.head)):
         (_, by_logits), _ = scorer(part, hidden[part], codes[part], bias)
         pulled = (by_logits * pull[part]).to(dtype)
         found += (pulled.T @ codes[part].to(dtype)).to(found.dtype)
     return found
-
-
-def _parts(num_rows: int) -> Iterator[slice]:
-    for start in range(0, num_rows, _ROWS_A_CHUNK):
-        yield slice(start, min(start + _ROWS_A_CHUNK, num_rows))

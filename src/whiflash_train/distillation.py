@@ -9,14 +9,15 @@ alpha = sum_v min(target_v, draft_v), the chance that a sampled draft is kept:
     lk_alpha    - log alpha: the slopes of tv over alpha, alive where they meet little
     lk_lambda   w kl + (1 - w) tv,  w = kl_scale exp(-kl_decay mean(alpha)), w detached
 
-The last two are the LK losses (arXiv 2602.23881). Their mean is over the positions of one call, so
-over one unroll step of one process's batch. A slope is the derivative with respect to the logits.
+The last two are the LK losses (arXiv 2602.23881). The mean is over the rows of one group: over one
+unroll step of one process's batch. A slope is the derivative with respect to the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -29,9 +30,10 @@ from whiflash_train.checks import checked
 
 LossName = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 Scored = tuple[Float[Tensor, " N"], Float[Tensor, "N W"]]  # losses and slopes
-TargetLogits = Callable[[slice], Float[Tensor, "n W"]]
+TargetLogits = Callable[[Int[Tensor, " n"]], Float[Tensor, "n W"]]
 
-_ROWS_A_CHUNK = 512
+_CPU_SCORES, _GPU_SCORES = 2**21, 2**24  # of a chunk; 8 MiB of float32 stay in a CPU's cache
+_LEAST_ROWS = 128  # of a chunk: with fewer, a product waits for the head to be read
 
 
 @checked
@@ -50,26 +52,40 @@ class SoftLoss:
             raise ValueError(f"kl_decay is {self.kl_decay}: it must be 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
 class Distributions:
-    """The drafter's and the target's, row by row."""
+    """The drafter's and the target's, row by row; what is not asked for is not computed.
 
-    draft_logp: Float[Tensor, "N W"]
-    draft_probs: Float[Tensor, "N W"]
-    target_logp: Float[Tensor, "N W"]
-    target_probs: Float[Tensor, "N W"]
+    rows: the row of `target_logits` that belongs to each of `draft_logits`; None: its own.
+    """
 
-    @classmethod
-    def of(
-        cls, draft_logits: Float[Tensor, "N W"], target_logits: Float[Tensor, "N W"]
-    ) -> Distributions:
-        draft_logp = widened(draft_logits).log_softmax(-1)
-        target_logp = widened(target_logits).log_softmax(-1)
-        return cls(draft_logp, draft_logp.exp(), target_logp, target_logp.exp())
+    def __init__(
+        self,
+        draft_logits: Float[Tensor, "N W"],
+        target_logits: Float[Tensor, "R W"],
+        rows: Int[Tensor, " N"] | None = None,
+    ) -> None:
+        self.draft_logp = widened(draft_logits).log_softmax(-1)
+        self._target_logp = widened(target_logits).log_softmax(-1)
+        self._rows = rows
+
+    @cached_property
+    def draft_probs(self) -> Float[Tensor, "N W"]:
+        return self.draft_logp.exp()
+
+    @cached_property
+    def target_logp(self) -> Float[Tensor, "N W"]:
+        return self._by_row(self._target_logp)
+
+    @cached_property
+    def target_probs(self) -> Float[Tensor, "N W"]:
+        return self._by_row(self._target_logp.exp())
+
+    def _by_row(self, values: Float[Tensor, "R W"]) -> Float[Tensor, "N W"]:
+        return values if self._rows is None else values.index_select(0, self._rows)
 
 
 def soft_cross_entropy(both: Distributions) -> Scored:
-    losses = -(both.target_probs * both.draft_logp).sum(-1)
+    losses = -torch.linalg.vecdot(both.target_probs, both.draft_logp)
     return losses, both.draft_probs - both.target_probs
 
 
@@ -111,37 +127,68 @@ def soft_losses(
     hidden: Float[Tensor, "N D"],
     head: Float[Tensor, "W D"],
     target_logits: TargetLogits,
+    target_rows: Int[Tensor, " N"],
+    groups: Int[Tensor, " N"],
     loss: SoftLoss,
 ) -> tuple[Float[Tensor, " N"], Int[Tensor, " N"]]:
     """The losses of `hidden @ head.T`, and its argmax, a row each.
 
-    target_logits(part) gives the target's logits of some rows; they are asked for in chunks. With
-    a frozen head the slopes are carried back to `hidden` at once, so that nothing as wide as the
-    vocabulary is kept.
+    target_logits(rows) gives the target's logits of some of its rows; target_rows says which one
+    each row learns from. Chunk by chunk every such row is asked for once: rows that learn from the
+    same one should lie together. groups: see lk_lambda. With a frozen head the slopes are carried
+    back to `hidden` at once, so that nothing as wide as the vocabulary is kept.
     """
     components = _COMPONENTS[loss.name]
     if head.requires_grad:
         leaf = widened(F.linear(hidden, head))
-        scores = _score_logits(leaf.detach(), target_logits(slice(len(leaf))), components)
+        parts = _Parts(leaf.detach(), lambda logits: logits, lambda slopes: slopes)
     else:
-        leaf = hidden
-        scores = _score_by_chunks(hidden, head, target_logits, components)
+        leaf, frozen = hidden, head.detach().to(compute_dtype(hidden))
+        product = wide_product(frozen)
+        parts = _Parts(
+            hidden.detach(),
+            lambda states: product(states.to(frozen.dtype)),
+            lambda slopes: slopes.to(frozen.dtype) @ frozen,
+        )
+    wanted = torch.is_grad_enabled() and leaf.requires_grad
+    scores = _score(parts, len(head), target_logits, target_rows, components, learns=wanted)
     losses = _KnownSlopes.apply(leaf, scores.losses, scores.slopes)
-    return _blended(losses, loss), scores.best  # pyright: ignore
+    return _blended(losses, groups, loss), scores.best  # pyright: ignore
 
 
-def _blended(losses: Float[Tensor, "C N"], loss: SoftLoss) -> Float[Tensor, " N"]:
-    if loss.name != "lk_lambda":
+def _blended(
+    losses: Float[Tensor, "C N"], groups: Int[Tensor, " N"], loss: SoftLoss
+) -> Float[Tensor, " N"]:
+    if loss.name != "lk_lambda" or not len(groups):
         return losses[0]
     divergence, distance = losses
-    acceptance = 1.0 - distance.detach().mean()
+    acceptance = 1.0 - _group_means(distance.detach(), groups)[groups]
     weight = loss.kl_scale * torch.exp(-loss.kl_decay * acceptance)
     return weight * divergence + (1.0 - weight) * distance
 
 
+def _group_means(values: Float[Tensor, " N"], groups: Int[Tensor, " N"]) -> Float[Tensor, " _G"]:
+    """Of empty groups 0."""
+    sums = values.new_zeros(int(groups.max()) + 1)
+    counts = torch.zeros_like(sums).index_add_(0, groups, torch.ones_like(values))
+    return sums.index_add_(0, groups, values) / counts.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is scored: X is W where it is logits already, D where it is hidden states.
+
+    logits: of some rows. carried: slopes by these logits as slopes by the rows.
+    """
+
+    rows: Float[Tensor, "N X"]
+    logits: Callable[[Float[Tensor, "n X"]], Float[Tensor, "n W"]]
+    carried: Callable[[Float[Tensor, "n W"]], Float[Tensor, "n X"]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Of C components; X is W where slopes are of logits, D where they are of hidden states."""
+    """Of C components."""
 
     losses: Float[Tensor, "C N"]
     slopes: Float[Tensor, "C N X"]
@@ -149,35 +196,41 @@ class _Scores:
 
 
 @torch.no_grad()
-def _score_logits(
-    logits: Float[Tensor, "N W"], target_logits: Float[Tensor, "N W"], components: _Components
-) -> _Scores:
-    both = Distributions.of(logits, target_logits)
-    losses, slopes = zip(*(component(both) for component in components), strict=True)
-    return _Scores(torch.stack(losses), torch.stack(slopes), logits.argmax(-1))
-
-
-def _score_by_chunks(
-    hidden: Float[Tensor, "N D"],
-    head: Float[Tensor, "W D"],
+def _score(
+    parts: _Parts,
+    num_words: int,
     target_logits: TargetLogits,
+    target_rows: Int[Tensor, " N"],
     components: _Components,
+    *,
+    learns: bool,
 ) -> _Scores:
-    wanted = torch.is_grad_enabled() and hidden.requires_grad
-    hidden, head = hidden.detach(), head.detach().to(compute_dtype(hidden))
-    logits_of = wide_product(head)
-    losses = widened(hidden.new_empty(len(components), len(hidden)))
-    slopes = hidden.new_empty(len(components), len(hidden), hidden.shape[1] if wanted else 0)
-    best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
-    with torch.no_grad():
-        for start in range(0, len(hidden), _ROWS_A_CHUNK):
-            part = slice(start, min(start + _ROWS_A_CHUNK, len(hidden)))
-            logits = logits_of(hidden[part].to(head.dtype))
-            scores = _score_logits(logits, target_logits(part), components)
-            losses[:, part], best[part] = scores.losses, scores.best
-            if wanted:
-                slopes[:, part] = (scores.slopes.to(head.dtype) @ head).to(hidden.dtype)
+    rows = parts.rows
+    losses = widened(rows.new_empty(len(components), len(rows)))
+    slopes = rows.new_empty(len(components), len(rows), rows.shape[1] if learns else 0)
+    best = torch.empty(len(rows), dtype=torch.long, device=rows.device)
+    for part in row_chunks(rows, num_words):
+        found, which = target_rows[part].unique_consecutive(return_inverse=True)
+        logits = parts.logits(rows[part])
+        both = Distributions(logits, target_logits(found), which)
+        best[part] = logits.argmax(-1)
+        for index, component in enumerate(components):
+            losses[index, part], by_logits = component(both)
+            if learns:
+                slopes[index, part] = parts.carried(by_logits).to(rows.dtype)
     return _Scores(losses, slopes, best)
+
+
+def row_chunks(rows: Float[Tensor, "N _"], num_words: int) -> Iterator[slice]:
+    """Slices of rows whose scores over `num_words` words are quick to go over several times."""
+    step = rows_a_chunk(rows.device, num_words)
+    for start in range(0, len(rows), step):
+        yield slice(start, min(start + step, len(rows)))
+
+
+def rows_a_chunk(device: torch.device, num_words: int) -> int:
+    most = _CPU_SCORES if device.type == "cpu" else _GPU_SCORES
+    return max(_LEAST_ROWS, most // num_words)
 
 
 def wide_product(

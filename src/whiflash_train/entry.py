@@ -89,23 +89,41 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
     values = [o for o in overrides if o not in groups]
     for group in groups:
         _check_choice(folder, group)
-    experiments = [g for g in groups if g.key_or_group == "experiment"]
-    plain = _compose(folder, config_name, [g for g in groups if g not in experiments])
-    known = set(_leaves(plain))
-    if experiments:
-        _refuse_unknown(
-            set(_leaves(_compose(folder, config_name, groups))), known, "experiment file"
-        )
+    known, missing = _known_keys(folder, config_name, groups)
     _refuse_unknown(
         {o.key_or_group for o in values if not o.is_add() and not o.is_delete()},
         known | _branch_keys(known) | {"hydra"},
         "command line",
     )
-    missing = {key for key, value in _leaves(plain).items() if value == "???"}
-    missing -= {o.key_or_group for o in values}
-    if missing:
-        wanted = " ".join(f"{key}=..." for key in sorted(missing))
-        raise UserError(f"the command line must also give: {wanted}")
+    if wanted := missing - {o.key_or_group for o in values}:
+        told = " ".join(f"{key}=..." for key in sorted(wanted))
+        raise UserError(f"the command line must also give: {told}")
+
+
+def _known_keys(
+    folder: Path, config_name: str, groups: list[Override]
+) -> tuple[set[str], set[str]]:
+    """Every key that there is for these groups, and those without a value.
+
+    An experiment file may choose groups and set values, and adds no key but those of sources,
+    which their constructor checks.
+
+    Raises: UserError naming the key that it adds.
+    """
+    typed = [_as_argument(g) for g in groups if g.key_or_group != "experiment"]
+    whole = _compose(folder, config_name, [_as_argument(g) for g in groups])
+    found = _leaves(whole)
+    chosen = [f"{g}={name}" for g, name in _choices(whole).items() if g != "experiment"]
+    known = set(_leaves(_compose(folder, config_name, [*chosen, *typed])))
+    known |= {key for key in found if key.startswith(("source.", "evaluate.source."))}
+    _refuse_unknown(set(found), known, "experiment file")
+    return known, {key for key, value in found.items() if value == "???"}
+
+
+def _choices(cfg: DictConfig) -> dict[str, str]:
+    """The files that were chosen, by group; lists of files are not among them."""
+    choices = cfg.hydra.runtime.choices
+    return {g: name for g, name in choices.items() if name and not g.startswith("hydra/")}
 
 
 def _check_choice(folder: Path, override: Override) -> None:
@@ -137,13 +155,13 @@ def _as_argument(override: Override) -> str:
     return f"{override.get_key_element()}={'null' if value == 'None' else value}"
 
 
-def _compose(folder: Path, config_name: str, groups: list[Override]) -> DictConfig:
+def _compose(folder: Path, config_name: str, arguments: list[str]) -> DictConfig:
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose(config_name, overrides=[_as_argument(g) for g in groups])
+        return compose(config_name, overrides=arguments, return_hydra_config=True)
 
 
 def _leaves(cfg: DictConfig) -> dict[str, Any]:
-    """Every value of the tree by its dotted key, nothing resolved."""
+    """Every value of our tree by its dotted key, nothing resolved."""
     leaves: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
@@ -153,7 +171,9 @@ def _leaves(cfg: DictConfig) -> dict[str, Any]:
         else:
             leaves[prefix] = node
 
-    walk(OmegaConf.to_container(cfg, resolve=False), "")
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(tree, dict)
+    walk({key: value for key, value in tree.items() if key != "hydra"}, "")
     return leaves
 
 

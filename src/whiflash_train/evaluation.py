@@ -13,7 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from whiflash_infer.artifacts import json_hash, package_versions, require_match, write_json
+from whiflash_infer.artifacts import (
+    json_hash,
+    package_versions,
+    read_manifest,
+    require_match,
+    write_json,
+)
 from whiflash_infer.benchmark import Protocol, Question, run_policies
 from whiflash_infer.chat import TemplateRejects
 from whiflash_infer.costs import DeviceIdentity
@@ -33,6 +39,7 @@ from whiflash_train.loggers import log_evaluation
 from whiflash_train.preparation import build_sources
 from whiflash_train.progress import rate_bar
 from whiflash_train.runner import load_drafters, load_target
+from whiflash_train.side_by_side import show_side_by_side, side_by_side
 
 console = Console()
 MADE_BY = "python train.py task=router"
@@ -54,12 +61,14 @@ def evaluate(cfg: DictConfig) -> None:
     metrics = {
         "header": header(cfg, target, len(questions), prompt_hash),
         "policies": {name: report[name] for name in cfg.evaluate.policies},
+        "side_by_side": slots_side_by_side(cfg, target, runners, answers, questions),
     }
     folder = Path(cfg.paths.evaluation)
     write_outputs(folder, metrics, answers, questions, target)
     settings: Any = OmegaConf.to_container(cfg.logger, resolve=True)
     log_evaluation(settings, str(folder), metrics)
     show(metrics)
+    show_side_by_side(console, metrics["side_by_side"])
     if cfg.evaluate.note:
         console.print(cfg.evaluate.note)
     console.print(f"[bold]evaluation[/bold] written to {folder}", soft_wrap=True)
@@ -195,6 +204,24 @@ def answer_with_progress(
     return answers
 
 
+def slots_side_by_side(
+    cfg: DictConfig,
+    target: Target,
+    runners: dict[str, DraftRunner],
+    answers: list[Answer],
+    questions: list[Question],
+) -> dict[str, Any]:
+    """Acceptance by slot as training and as decoding have it."""
+    tasks = {arm: f"{arm}_drafter" for arm in runners}
+    manifests = {
+        arm: read_manifest(Path(cfg.paths[task]), made_by=f"python train.py task={task}")
+        for arm, task in tasks.items()
+    }
+    prompts = {q.id: q.ids for q in questions}
+    with console.status("training pass over the answers"):
+        return side_by_side(target, runners, answers, prompts, manifests)
+
+
 def header(cfg: DictConfig, target: Target, num_prompts: int, prompt_hash: str) -> dict[str, Any]:
     """Conditions and conventions, without which the numbers mean nothing."""
     device = DeviceIdentity.here(target.device, target.dtype)
@@ -326,6 +353,7 @@ def show(metrics: dict[str, Any]) -> None:
             table.add_row(f"  {policy}", *_cells(report["by_category"][category]))
     wide = Console(width=max(console.width, 132))
     wide.print(table)
+    _show_lengths(policies)
     _show_time_split(policies, wide)
     _show_verdict(policies)
 
@@ -342,6 +370,21 @@ def _cells(one: dict[str, Any]) -> list[str]:
         f"{one['switches_per_100_rounds']:.0f}/100",
         f"{one['identical']:.0%}",
     ]
+
+
+def _show_lengths(policies: dict[str, Any]) -> None:
+    """tau where prompts are of several lengths: a drafter may know short ones only."""
+    buckets = next(iter(policies.values()))["by_prompt_length"]
+    if len(buckets) < 2:
+        return
+    table = Table(title="tau by prompt length")
+    table.add_column("policy")
+    for bucket, one in buckets.items():
+        table.add_column(f"to {int(bucket)} ({one['prompts']})", justify="right")
+    for policy, report in policies.items():
+        taus = [f"{one['tau']:.2f}" for one in report["by_prompt_length"].values()]
+        table.add_row(policy, *taus)
+    console.print(table)
 
 
 def _show_time_split(policies: dict[str, Any], wide: Console) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from whiflash_infer.errors import UserError
 
@@ -35,12 +36,18 @@ def wandb_logger(
         project=project, name=name, save_dir=output_dir, offline=offline, **settings
     )
     if offline:
-        run_dir = logger.experiment.dir
-        print(  # noqa: T201 - the user must learn where the run went
-            f"W&B runs offline: no API key, or WANDB_MODE=offline. Files: {Path(run_dir).parent}\n"
-            f"Send them later with: wandb sync {Path(run_dir).parent}"
-        )
+        _tell_offline(logger)
     return logger
+
+
+@rank_zero_only
+def _tell_offline(logger: WandbLogger) -> None:
+    """Other processes have no run."""
+    folder = Path(logger.experiment.dir).parent
+    print(  # noqa: T201 - the user must learn where the run went
+        f"W&B runs offline: no API key, or WANDB_MODE=offline. Files: {folder}\n"
+        f"Send them later with: wandb sync {folder}"
+    )
 
 
 def close_logger(logger: Logger | None) -> None:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from torch.utils.data import DataLoader
 from whiflash_infer.artifacts import read_json, require_match, write_json
 from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
 from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.drafters.diffusion import DiffusionRunner
 from whiflash_infer.drafters.load import load_runners
 from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.attention import choose_backend
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
+from whiflash_infer.types import DIFFUSION
 from whiflash_train.batches import Share
 from whiflash_train.callbacks import Checkpoints, RealTau, SkipNonFinite
 from whiflash_train.loggers import close_logger
@@ -79,9 +81,19 @@ def artifact_paths(cfg: DictConfig) -> dict[str, Path]:
 
 
 def load_drafters(cfg: DictConfig, target: Target) -> tuple[dict[str, DraftRunner], dict[str, Any]]:
-    """Both exported drafters of the configured folders."""
+    """Both exported drafters of the configured folders.
+
+    Raises: ArtifactError where one does not fit the target, or has another mask token.
+    """
     paths = artifact_paths(cfg)
-    return load_runners(paths["ar_drafter"], paths["diffusion_drafter"], target)
+    path = paths["diffusion_drafter"]
+    runners, lineage = load_runners(paths["ar_drafter"], path, target)
+    block = runners[DIFFUSION]
+    assert isinstance(block, DiffusionRunner)
+    trained_with = {"mask_token_id": block.net.config.mask_token_id}
+    wanted = {"mask_token_id": cfg.target.mask_token_id}
+    require_match(path, trained_with, wanted, made_by="python train.py task=diffusion_drafter")
+    return runners, lineage
 
 
 def configured_costs(cfg: DictConfig, target: Target) -> CostModel:
@@ -116,7 +128,7 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
     workspace = Workspace(
         paths=artifact_paths(cfg),
         seed=cfg.seed,
-        load_target=partial(load_target, cfg),
+        load_target=cache(partial(load_target, cfg)),
         load_costs=partial(configured_costs, cfg),
         mask_token_id=cfg.target.mask_token_id,
         resolved_config=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore
@@ -124,7 +136,7 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
     trainee: Trainee = task.build(workspace)
     _choose_attention(cfg, trainee)
     _tell_start(cfg, task.fit, trainee)
-    _same_run(output_dir / "task.json", workspace.resolved_config, cfg.task, resume=cfg.resume)
+    _same_run(output_dir / "task.json", workspace, cfg.task, resume=cfg.resume)
     metrics = train(cfg, task.fit, trainee, output_dir, callbacks=callbacks)
     _export(cfg, trainee, _destination(cfg, output_dir), metrics)
     return metrics
@@ -175,23 +187,28 @@ class _Batches(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        share = self._share(self._accumulate)
-        batches = self._trainee.train_batches(self.trainer.global_step, share)
+        batches = self._trainee.train_batches(self.trainer.global_step, self._share())
         return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        batches = self._trainee.val_batches(self._share(1))
+        batches = self._trainee.val_batches(self._share())
         return DataLoader(batches, batch_size=None)  # pyright: ignore
 
-    def _share(self, accumulate: int) -> Share:
+    def _share(self) -> Share:
+        """Validation takes a batch in as many passes as training: it has no more room."""
         assert self.trainer is not None
-        return Share(self.trainer.global_rank, self.trainer.world_size, accumulate)
+        return Share(self.trainer.global_rank, self.trainer.world_size, self._accumulate)
 
 
 def _use_own_gpu(cfg: DictConfig) -> None:
     """The target goes to the same GPU as the network that this process trains."""
     if resolve_device(cfg.device) == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank(os.environ))
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """Of this process on its computer, as Lightning, torchrun or srun tells it."""
+    return int(environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or 0)
 
 
 def _choose_attention(cfg: DictConfig, trainee: Trainee) -> None:
@@ -289,9 +306,16 @@ def _no_room_told(task: str, fit: FitSettings) -> Iterator[None]:
         ) from None
 
 
-def _same_run(path: Path, config: Mapping[str, Any], task: str, *, resume: bool) -> None:
-    """Remember what a run trains; refuse to resume it as something else."""
-    settings = {"seed": config["seed"], "dtype": config["dtype"], "target": config["target"]}
+def _same_run(path: Path, workspace: Workspace, task: str, *, resume: bool) -> None:
+    """Remember what a run trains; refuse to resume it as something else.
+
+    The target is known by what it is, not by where its files lie.
+    """
+    config, target = workspace.resolved_config, workspace.load_target()
+    known: dict[str, Any] = target.identity().required()
+    known |= {"tap_layer_ids": list(target.tap_layer_ids), "mask_token_id": workspace.mask_token_id}
+    settings = {"seed": config["seed"], "dtype": config["dtype"]}
+    settings |= {f"target.{key}": value for key, value in known.items()}
     settings |= {f"{task}.{key}": value for key, value in config[task].items()}
     if resume:
         _require_begun(path)

@@ -12,8 +12,8 @@ from torch import nn
 
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.target import Target
+from whiflash_train.distillation import rows_a_chunk
 
-_LOGIT_ROWS = 512  # that a head scores at once
 _FLOAT = 4  # bytes of a trained number: weights and what is computed from them are float32
 _MIB = 2**20
 
@@ -94,7 +94,7 @@ def drafter_memory(
     row = (len(target.tap_layer_ids) + 1) * shape.hidden_size * target.dtype.itemsize
     positions = size.anchors * size.slots
     width = 10 * shape.hidden_size + 3 * shape.intermediate_size
-    scored = min(_LOGIT_ROWS, positions) * vocabulary
+    scored = min(rows_a_chunk(target.device, vocabulary), positions) * vocabulary
     memory = {
         "target's weights": sum(p.numel() * p.element_size() for p in target.model.parameters()),
         "target's rows of a pass": size.tokens * row,

@@ -164,6 +164,7 @@ class ARDrafterTask:
     kl_scale: float
     kl_decay: float
     step_decay: float
+    draw_steps: bool
     num_anchors: int | None
     features: Features
 
@@ -207,6 +208,7 @@ class ARDrafterTask:
             teacher=teacher,
             draft_length=self.draft_length,
             step_decay=self.step_decay,
+            draw_steps=self.draw_steps,
             loss=self.soft_loss,
         )
         extra = {"draft_length": self.draft_length, "vocabulary_coverage": coverage}
@@ -233,6 +235,7 @@ class DiffusionDrafterTask:
     objective: ObjectiveName
     smoothing: float
     gamma: float
+    draw_slots: bool
     focal_weight: float
     chain_weight: float
     num_anchors: int | None
@@ -248,6 +251,7 @@ class DiffusionDrafterTask:
             name=self.objective,
             smoothing=self.smoothing,
             gamma=self.gamma,
+            draw_slots=self.draw_slots,
             focal_weight=self.focal_weight,
             chain_weight=self.chain_weight,
         )
@@ -446,7 +450,7 @@ def _drafter_trainee(
         preview=preview,
         callbacks=_real_tau(task, target, net, held_out),
         sources=drafter_sources(net, task.init, target.num_layers),
-        memory=_memory(task, target, net, rows, counts),
+        memory=_memory(task, target, net, rows, counts, passes=_passes(task.fit, workspace)),
         facts={
             "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}, frozen, taps "
             f"{list(target.tap_layer_ids)}",
@@ -472,21 +476,32 @@ def _real_tau(
     return [RealTau(target, runner, prompts, max_new_tokens=fit.decode_tokens)]
 
 
+def _passes(fit: FitSettings, workspace: Workspace) -> int:
+    trainer = workspace.resolved_config["trainer"]
+    return fit.accumulate * trainer["devices"] * trainer["num_nodes"]
+
+
 def _memory(
     task: ARDrafterTask | DiffusionDrafterTask,
     target: Target,
     net: Drafter,
     rows: Dataset,
     counts: Mapping[str, int],
+    *,
+    passes: int,
 ) -> dict[str, int]:
-    """What one device needs beside the network at most, where it takes whole batches."""
+    """What one device needs beside the network. passes: in how many a batch is taken, over all."""
     fit = task.fit
     longest = max(len(ids) for ids in rows["input_ids"])
+    tokens = (fit.tokens_per_batch or fit.batch_size * longest) // passes
     per_row = task.num_anchors or counts["supervised"] // len(rows)
+    anchors = per_row * max(1, fit.batch_size // passes)
+    if fit.tokens_per_batch is not None:  # short rows are anchors wherever they are supervised
+        anchors = max(per_row, tokens * counts["supervised"] // counts["tokens"])
     is_ar = isinstance(task, ARDrafterTask)
     size = PassSize(
-        tokens=max(longest, (fit.tokens_per_batch or fit.batch_size * longest) // fit.accumulate),
-        anchors=max(1, fit.batch_size // fit.accumulate) * per_row,
+        tokens=max(longest, tokens),
+        anchors=anchors,
         slots=task.draft_length if is_ar else task.block_size,
     )
     return drafter_memory(

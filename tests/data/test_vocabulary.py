@@ -50,3 +50,9 @@ def test_the_whole_vocabulary_is_every_token_in_order() -> None:
 def test_rows_of_a_selection_are_counted_and_no_others() -> None:
     data = rows(([5], "#"), ([7], "#"), ([7], "#"), ([5, 5], "##"))
     assert chosen(data.select([0, 3]), 1) == ([5], 1.0)
+
+
+def test_each_size_gives_a_vocabulary_of_its_own_from_the_same_rows() -> None:
+    # A mapping that was kept on disk was used again for another size (U48).
+    data = rows(([7, 7, 7, 9, 9, 30], "######"))
+    assert [chosen(data, size)[0] for size in (1, 3, 2, 1)] == [[7], [7, 9, 30], [7, 9], [7]]

@@ -71,7 +71,13 @@ def runners(
         (
             ar,
             lambda: ar_objective(
-                ar, batch, teacher=teacher, draft_length=4, step_decay=0.8, loss=SOFT_CE
+                ar,
+                batch,
+                teacher=teacher,
+                draft_length=4,
+                step_decay=0.8,
+                draw_steps=False,
+                loss=SOFT_CE,
             ),
         ),
         (

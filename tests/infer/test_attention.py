@@ -242,3 +242,24 @@ def test_on_a_gpu_every_backend_equals_the_plain_loops(backend: Backend, kind: s
     pull = random_rows(*output.shape, seed=9).cuda()
     found = [output, *torch.autograd.grad(output, there, pull)]
     assert_alike([tensor.cpu() for tensor in found], expected, 1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_through_no_backend_does_a_block_see_features_from_its_anchor_on(
+    backend: Backend, window: int | None
+) -> None:
+    # A drafter that looked ahead had a low loss from the start, and was accepted nowhere (U28).
+    net = tiny_diffusion(ODD_SHAPE, sliding_window=window)
+    net.attention = backend
+    anchors = torch.tensor([[3, 6]])
+    embeds = random_rows(1, 2, 5, ODD_SHAPE.hidden_size, seed=2)
+    taps = random_rows(1, 12, len(TAPS) * ODD_SHAPE.target_hidden_size, seed=1)
+    before = net.blocks(embeds, taps, anchors)[0, 1]
+    for row in range(12):
+        other = taps.clone()
+        other[:, row] += 1.0
+        after = net.blocks(embeds, other, anchors)[0, 1]
+        unseen = row >= 6 or (window == 5 and row < 2)  # the anchor itself is the fifth of 2..6
+        assert torch.equal(after, before) == unseen

@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.fakes import ODD_SHAPE, random_rows, tiny_ar, tiny_diffusion
+from tests.fakes import (
+    ODD_SHAPE,
+    TAP_SIZE,
+    prefilled,
+    random_ids,
+    random_rows,
+    tiny_ar,
+    tiny_diffusion,
+)
 from tests.infer.dialects import (
     AR_DIALECTS,
     DIALECTS,
@@ -26,6 +34,7 @@ from tests.infer.dialects import (
     outputs,
 )
 from whiflash_infer.checkpoint import Drafter, import_drafter, load_drafter
+from whiflash_infer.drafters.ar import ARRunner
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange import (
     Given,
@@ -35,6 +44,8 @@ from whiflash_infer.exchange import (
     write_drafter,
 )
 from whiflash_infer.exchange.fields import read_rope, to_layer_inputs, to_layer_outputs
+from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.target import Target
 
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
 EVEN_SHAPE = replace(ODD_SHAPE, target_hidden_size=ODD_SHAPE.hidden_size)
@@ -301,6 +312,7 @@ def test_rotary_positions_are_read_from_both_schemas(
             {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 1}}},
             "differ by layer type",
         ),
+        ({"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25}}, "rotary_factor is 0.25"),
     ],
 )
 def test_rotary_positions_without_a_base_or_in_two_versions_are_refused(
@@ -484,6 +496,7 @@ def test_what_was_filled_in_or_differs_from_the_target_is_told(tmp_path: Path) -
         ("vllm", "num_hidden_layers", 2, "'num_hidden_layers' is 2, this version reads 1"),
         ("vllm", "attention_bias", True, "'attention_bias' is True, this version reads False"),
         ("vllm", "mlp_bias", True, "'mlp_bias' is True"),
+        ("vllm", "partial_rotary_factor", 0.25, "'partial_rotary_factor' is 0.25"),
         ("vllm", "parallel_heads", 2, "'parallel_heads' is 2, which this version does not know"),
         ("vllm", "quantization_config", {"bits": 4}, "quantization_config"),
         ("vllm", "norm_before_residual", True, "'norm_before_residual' is True"),
@@ -580,6 +593,38 @@ def test_one_map_is_made_from_the_other(kept: str, tmp_path: Path) -> None:
     for name, value in MAPS.items():
         assert torch.equal(imported.net.state_dict()[name], value)
     assert any("is made from the other" in note for note in imported.notes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS["ar"])
+def test_a_reduced_vocabulary_comes_back_with_the_same_maps_and_drafts(
+    layout: str, target: Target, tmp_path: Path
+) -> None:
+    used = torch.tensor([2, 3, 5, *range(9, 261, 4)])
+    net = tiny_ar(target.drafter_shape, used=used, tap_size=TAP_SIZE)
+    write_drafter(net, tmp_path / "n", layout=layout, manifest={}, token_ids=TOKEN_IDS)
+    stored = load_file(tmp_path / "n" / "model.safetensors")
+    assert stored["d2t"].tolist() == [token - j for j, token in enumerate(used.tolist())]
+    assert stored["t2d"].nonzero().flatten().tolist() == used.tolist()
+    read_back = read_drafter(tmp_path / "n").net
+    assert isinstance(read_back, ARDrafter)
+    for name in ("d2t", "t2d"):
+        assert torch.equal(read_back.state_dict()[name], stored[name])
+
+    def drafts(drafter: ARDrafter) -> list[int]:
+        found: list[int] = []
+        for seed in range(6):
+            runner = ARRunner(drafter, target.tables, draft_length=4)
+            runner.start(32)
+            sequence = prefilled(target, random_ids(8, seed=seed))
+            runner.catch_up(sequence)
+            found += runner.draft(sequence, 4).tolist()
+        return found
+
+    expected = drafts(net)
+    assert drafts(read_back) == expected
+    assert set(expected) <= set(used.tolist())
+    assert len(set(expected)) > 4
 
 
 def test_a_tied_drafter_is_read_untied_and_written_untied(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,16 +25,24 @@ def a_round(arm: str, drafted: int, accepted: int, *, switched: bool = False) ->
     )
 
 
-def answer(policy: str, rounds: list[Round], *, seconds: float, prompt: str = "a") -> Answer:
+def answer(
+    policy: str,
+    rounds: list[Round],
+    *,
+    seconds: float,
+    prompt: str = "a",
+    category: str = "chat",
+    length: int = 3,
+) -> Answer:
     tokens = 1 + sum(r.committed for r in rounds)
     generation = Generation(
-        prompt_length=3,
+        prompt_length=length,
         output_ids=torch.arange(tokens),
         rounds=rounds,
         prefill_seconds=0.5,
         decode_seconds=seconds,
     )
-    return Answer(prompt, "chat", policy, generation)
+    return Answer(prompt, category, policy, generation)
 
 
 def test_a_cell_holds_the_numbers_worked_by_hand() -> None:
@@ -89,3 +99,29 @@ def test_the_summary_pairs_prompts_whatever_order_they_were_answered_in() -> Non
     report = summarise(answers, bootstrap=20, seed=0)
     assert report["x"]["overall"]["speedup"] == pytest.approx(0.5 / 0.3)
     assert report["plain"]["by_category"]["chat"]["speedup"] == 1.0
+
+
+def test_every_category_and_every_bucket_of_prompt_lengths_has_its_own_tau() -> None:
+    # One number for all hid that a drafter knew one language, or short prompts, only (U46, U86).
+    answers = []
+    for prompt, category, length, accepted in (
+        ("a", "en", 64, 5),
+        ("b", "en", 65, 3),
+        ("c", "zh", 40, 1),
+        ("d", "zh", 3000, 0),
+    ):
+        place: dict[str, Any] = {"prompt": prompt, "category": category, "length": length}
+        plain = [a_round("plain", 0, 0)] * 4
+        answers.append(answer("plain", plain, seconds=0.4, **place))
+        answers.append(answer("x", [a_round("ar", 7, accepted)] * 2, seconds=0.2, **place))
+    report = summarise(answers, bootstrap=20, seed=0)["x"]
+    assert {name: one["tau"] for name, one in report["by_category"].items()} == {
+        "en": (6 + 4) / 2,
+        "zh": (2 + 1) / 2,
+    }
+    by_length = report["by_prompt_length"]
+    assert {int(name): one["tau"] for name, one in by_length.items()} == {64: 4, 128: 4, 4096: 1}
+    assert [int(name) for name in by_length] == [64, 128, 4096]
+    assert [one["prompts"] for one in by_length.values()] == [2, 1, 1]
+    # 2 tokens in 0.2 s against 4 in 0.4 s
+    assert by_length["004096"]["speedup"] == pytest.approx(1.0)

@@ -3,9 +3,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    MambaConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RwkvConfig,
+)
 
 from whiflash_infer.chat import Chat
 from whiflash_infer.errors import UserError
@@ -87,3 +96,34 @@ def test_stop_tokens_are_the_union_of_all_that_name_them(target: Target, tmp_pat
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="auto, float32 or bfloat16"):
         resolve_dtype("float8", "cpu")
+
+
+SMALL: dict[str, Any] = {"vocab_size": 261, "hidden_size": 32, "num_hidden_layers": 4}
+HEADS: dict[str, Any] = {
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Qwen3NextConfig(**SMALL, **HEADS, num_experts=2, num_experts_per_tok=1),
+            r"qwen3_next: layers of type \['linear_attention'\]",
+        ),
+        (FalconH1Config(**SMALL, **HEADS), r"falcon_h1: layers of type \['hybrid'\]"),
+        (MambaConfig(**SMALL), r"mamba: layers of type \['linear_attention'\]"),
+        (RwkvConfig(**SMALL), "rwkv: its layers"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_recurrent_and_hybrid_targets_are_refused_by_name(
+    config: PreTrainedConfig, message: str
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=f"{message} keep a recurrent state"):
+        Target(model, byte_tokenizer(), name="odd", tap_layer_ids=[1])

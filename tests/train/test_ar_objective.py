@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from whiflash_train.teacher import OnlineTeacher
 BASE = Path(__file__).parents[2] / "conf" / "base.yaml"
 USED = torch.arange(1, 261, 3)  # what `tiny_ar` drafts
 STEPS, DECAY = 3, 0.8
+TENSORS = ("ids", "lengths", "supervised", "anchors", "anchor_mask", "rows")
 NAMES: tuple[LossName, ...] = ("soft_ce", "kl", "tv", "lk_alpha", "lk_lambda")
 
 
@@ -42,12 +43,21 @@ def drafter(target: Target, flavour: str = "classic") -> ARDrafter:
 
 
 def learn(
-    net: ARDrafter, batch: DrafterBatch, target: Target, name: LossName = "soft_ce"
+    net: ARDrafter,
+    batch: DrafterBatch,
+    target: Target,
+    name: LossName = "soft_ce",
+    *,
+    draw_steps: bool = False,
 ) -> Outcome:
-    loss = replace(SOFT_CE, name=name)
-    teacher = OnlineTeacher(target)
     return ar_objective(
-        net, batch, teacher=teacher, draft_length=STEPS, step_decay=DECAY, loss=loss
+        net,
+        batch,
+        teacher=OnlineTeacher(target),
+        draft_length=STEPS,
+        step_decay=DECAY,
+        draw_steps=draw_steps,
+        loss=replace(SOFT_CE, name=name),
     )
 
 
@@ -122,7 +132,7 @@ def test_the_objective_equals_plain_loops(name: LossName, flavour: str, target: 
         total += DECAY**step * float(losses.sum())
         mass += DECAY**step * len(losses)
     assert float(loss) == pytest.approx(total / mass, rel=1e-4)
-    assert means["loss"].count == pytest.approx(mass / (1 + 0.8 + 0.64))
+    assert means["loss"].count == pytest.approx(mass)
     assert float(means["tau"].value) == pytest.approx(sum(lengths) / 5, rel=1e-5)
 
 
@@ -207,17 +217,18 @@ def test_prompt_positions_get_keys_and_values_and_nothing_else(
         if not list(module.children()):
             module.register_forward_hook(counting(name))
     learn(net, batch, target)
-    all_rows, chain = 2 * 16, 2 * 5  # of the padded batch: positions but the last, and anchors
+    all_rows = 2 * 16  # positions of the padded batch but the last
+    chain = [2 * 5, 2 * 4, 2 * 3]  # anchors of the padded batch that go on to each step
     counted = 4 + 3 + 2 + 5 + 4 + 3  # what is left of 4 and of 5 anchors at steps 0, 1 and 2
     for name in ("q_proj", "o_proj"):
-        assert rows[f"midlayer.self_attn.{name}"] == STEPS * chain
+        assert rows[f"midlayer.self_attn.{name}"] == sum(chain)
     for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"):
-        assert rows[f"midlayer.{name}"] == STEPS * chain
+        assert rows[f"midlayer.{name}"] == sum(chain)
     for name in ("self_attn.k_proj", "self_attn.v_proj", "input_layernorm", "hidden_norm"):
-        assert rows[f"midlayer.{name}"] == all_rows + (STEPS - 1) * chain
+        assert rows[f"midlayer.{name}"] == all_rows + sum(chain[1:])
     assert rows["fc"] == all_rows
     # Before the head; or, for what is handed over normed, behind each step.
-    assert rows["norm"] == (STEPS * chain if net.config.norm_output else counted)
+    assert rows["norm"] == (sum(chain) if net.config.norm_output else counted)
     assert "lm_head" not in rows  # its weight is read at counted rows, a chunk at a time
 
 
@@ -305,7 +316,7 @@ def test_losses_of_parts_of_a_batch_add_up_to_that_of_the_whole(
     batch, net = prompt_and_answer(), drafter(target)
     whole, means = learn(net, batch, target, name)
     parts = [
-        DrafterBatch(**{f.name: getattr(batch, f.name)[row : row + 1] for f in fields(batch)})
+        DrafterBatch(**{name: getattr(batch, name)[row : row + 1] for name in TENSORS})
         for row in (0, 1)
     ]
     outcomes = [learn(net, part, target, name) for part in parts]
@@ -313,6 +324,51 @@ def test_losses_of_parts_of_a_batch_add_up_to_that_of_the_whole(
     assert sum(weights) == pytest.approx(means["loss"].count)
     joined = sum(w * float(loss.detach()) for w, (loss, _) in zip(weights, outcomes, strict=True))
     assert joined / sum(weights) == pytest.approx(float(whole.detach()), rel=1e-5)
+
+
+def lucky(luck: list[list[float]]) -> DrafterBatch:
+    return replace(prompt_and_answer(), luck=torch.tensor(luck))
+
+
+def test_drawn_steps_end_where_luck_exceeds_their_chance(target: Target) -> None:
+    # chances 1, DECAY, DECAY**2, ...: each anchor's number of steps is drawn here
+    steps = [[1, 3, 0, 2, 0], [STEPS, 1, 2, 1, 3]]  # 0: a padding anchor, or the row has no more
+    luck = [[1.0 if n == 0 else DECAY ** (n - 0.5) for n in row] for row in steps]
+    batch, net = lucky(luck), drafter(target)
+    loss, means = learn(net, batch, target, draw_steps=True)
+    losses = []
+    for row in (0, 1):
+        for anchor, number in enumerate(steps[row]):
+            if number == 0 or not batch.anchor_mask[row, anchor]:
+                continue
+            n, length = int(batch.anchors[row, anchor]), int(batch.lengths[row])
+            ids = batch.ids[row, :length]
+            taps, logits = teach(target, ids)
+            states = net.unroll(
+                target.tables.embed(ids)[None], taps[None], torch.tensor([[n]]), num_steps=number
+            )
+            for step, state in enumerate(states):
+                if n + step + 1 < length:
+                    wanted = logits[n + step : n + step + 1, USED]
+                    losses.append(plain_soft_loss(net.logits(state[0]), wanted, SOFT_CE)[0])
+    assert means["loss"].count == len(losses) > 9
+    torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_drawn_steps_teach_what_weighed_steps_teach_on_average(target: Target) -> None:
+    batch, net = prompt_and_answer(), drafter(target)
+    loss, weighed = learn(net, batch, target)
+    expected = gradients(net, loss * weighed["loss"].count)
+    found = {name: torch.zeros_like(grad) for name, grad in expected.items()}
+    taus, draws = [], 25
+    for draw in range(draws):  # evenly through [0, 1); chances are 1, 20 / 25, 16 / 25
+        loss, means = learn(net, lucky([[(draw + 0.5) / draws] * 5] * 2), target, draw_steps=True)
+        for name, grad in gradients(net, loss * means["loss"].count).items():
+            found[name] += grad / draws
+        taus.append(float(means["tau"].value))
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() < 1e-4 * grad.norm(), name
+    assert sum(taus) / draws == pytest.approx(float(weighed["tau"].value), abs=1e-4)
 
 
 def test_steps_weigh_less_and_less_and_one_in_all() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,8 @@ def padding(batches: list[np.ndarray], lengths: np.ndarray) -> float:
 
 
 def content(batch: DrafterBatch) -> dict[str, list]:
-    return {f.name: getattr(batch, f.name).tolist() for f in fields(batch)}
+    parts: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return {name: None if part is None else part.tolist() for name, part in parts.items()}
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(11, 3), (12, 3), (2, 5), (90, 4)])
@@ -221,7 +223,21 @@ def test_rows_of_uneven_length_are_padded_on_the_right() -> None:
         "anchors": [[2, 3], [1, 1], [1, 1]],
         "anchor_mask": [[True, True], [True, False], [False, False]],
         "rows": [0, 2, 1],
+        "luck": None,
     }
+
+
+def test_luck_is_spread_evenly_and_padding_anchors_have_the_worst() -> None:
+    masks = [[0, *[1] * 400], [0, *[1] * 100]]
+    rows = Dataset.from_dict({"input_ids": [[1] * len(m) for m in masks], "loss_mask": masks})
+    batch = collate(rows, np.array([0, 1]), num_anchors=None, rng=np.random.default_rng, pad_id=PAD)
+    assert batch.luck is not None
+    drawn = batch.luck[batch.anchor_mask]
+    assert 0 <= float(drawn.min()) < float(drawn.max()) < 1
+    counts = torch.histc(drawn, bins=4, min=0.0, max=1.0)
+    assert len(drawn) == 399 + 99
+    assert counts.min() > 498 / 4 - 4 * 498**0.5 * 0.43  # four standard deviations
+    assert batch.luck[~batch.anchor_mask].eq(1.0).all()
 
 
 def test_a_batch_without_anchors_still_has_one_masked_column() -> None:

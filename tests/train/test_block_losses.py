@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.fakes import block_objective, random_rows
+from tests.fakes import SOFT_CE, block_objective, plain_soft_loss, random_rows
 from whiflash_infer.target import TargetTables
 from whiflash_train.block_losses import (
     Bias,
@@ -24,6 +25,7 @@ from whiflash_train.block_losses import (
     slot_scores,
     weighted_mean,
 )
+from whiflash_train.distillation import LossName
 
 T, X = True, False
 LN2 = math.log(2.0)
@@ -129,11 +131,16 @@ def test_an_objective_is_its_losses_with_their_weights(
     name: ObjectiveName, expected: float
 ) -> None:
     objective = BlockObjective(
-        name=name, smoothing=0.5, gamma=math.inf, focal_weight=0.3, chain_weight=2.0
+        name=name,
+        smoothing=0.5,
+        gamma=math.inf,
+        draw_slots=False,
+        focal_weight=0.3,
+        chain_weight=2.0,
     )
     scores = torch.tensor([[0.0, 1.0, 99.0]] if name == "e2e_tv" else [[1.0, 3.0, 99.0]])
     hits, valid = torch.tensor([[T, X, X]]), torch.tensor([[T, T, X]])
-    assert float(objective.loss(scores, hits, valid)) == pytest.approx(expected)
+    assert float(objective.loss(scores, hits, valid, torch.ones(3))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["dpace", "decay", "focal", "chain", "e2e_tv", "kd"])
@@ -144,7 +151,7 @@ def test_a_slot_that_is_not_valid_has_no_part_in_value_or_gradient(name: Objecti
     results = []
     for filler in (0.3, 1e30):
         filled = torch.where(valid, scores, filler).requires_grad_()
-        loss = objective.loss(filled, hits | ~valid, valid)
+        loss = objective.loss(filled, hits | ~valid, valid, torch.ones(4))
         loss.backward()
         assert filled.grad is not None
         assert (filled.grad[~valid] == 0).all()
@@ -156,10 +163,12 @@ def test_a_slot_that_is_not_valid_has_no_part_in_value_or_gradient(name: Objecti
 def test_the_losses_of_parts_add_up_by_their_weights(name: ObjectiveName) -> None:
     objective, hits = block_objective(name), torch.zeros(8, 4, dtype=torch.bool)
     scores, valid = random_rows(8, 4, seed=1).abs() / 4, random_rows(8, 4, seed=2) > -0.5
-    whole = objective.loss(scores, hits, valid) * objective.weight(valid)
+    taken = torch.ones(4)
+    whole = objective.loss(scores, hits, valid, taken) * objective.weight(valid, taken)
     parts = [slice(0, 3), slice(3, 8)]
     total = sum(
-        objective.loss(scores[p], hits[p], valid[p]) * objective.weight(valid[p]) for p in parts
+        objective.loss(scores[p], hits[p], valid[p], taken) * objective.weight(valid[p], taken)
+        for p in parts
     )
     torch.testing.assert_close(total, whole)
 
@@ -210,12 +219,19 @@ def test_decay_weights_fall_by_the_same_factor_each_slot(gamma: float) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("smoothing", 1.5), ("gamma", 0.0), ("focal_weight", -1.0), ("chain_weight", -0.1)],
+    [
+        ("smoothing", 1.5),
+        ("gamma", 0.0),
+        ("focal_weight", -1.0),
+        ("chain_weight", -0.1),
+        ("draw_slots", True),  # of dpace
+    ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: float) -> None:
     fields: dict[str, Any] = {
         "smoothing": 0.5,
         "gamma": 4.0,
+        "draw_slots": False,
         "focal_weight": 0.3,
         "chain_weight": 40.0,
     }
@@ -336,3 +352,28 @@ def test_a_head_of_low_precision_gives_scores_and_gradients_of_about_the_same(sc
         assert found.dtype == torch.float32
         results.append((found.detach(), [t.grad for t in cast]))
     torch.testing.assert_close(results[1], results[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("score", "name"), [("divergence", "kl"), ("distance", "tv")])
+def test_scores_of_bfloat16_states_near_their_target_are_right_to_half_a_percent(
+    score: Score, name: LossName
+) -> None:
+    # As training converges distributions differ less than bfloat16 logits are rounded (U82).
+    words, width, rows = 500, 64, 600
+    head = random_rows(words, width, seed=1).bfloat16()
+    wanted = 0.3 * random_rows(rows, width, seed=2)
+    hidden = (wanted + 0.015 * random_rows(rows, width, seed=3)).bfloat16()
+    wanted, leaf = wanted.bfloat16(), hidden.clone().requires_grad_()
+    found, _ = slot_scores(score, leaf, wanted, TargetTables(head, head, None), None)
+    found.mean().backward()
+    assert leaf.grad is not None
+
+    exact, wide = hidden.double().requires_grad_(), head.double()
+    logits, target = exact @ wide.T, wanted.double() @ wide.T
+    expected = plain_soft_loss(logits, target, replace(SOFT_CE, name=name)).mean()
+    expected.backward()
+    assert exact.grad is not None
+    alpha = 1 - plain_soft_loss(logits, target, replace(SOFT_CE, name="tv")).mean()
+    assert 0.93 < float(alpha.detach()) < 0.97
+    assert float(found.detach().mean()) == pytest.approx(float(expected.detach()), rel=0.005)
+    assert (leaf.grad.double() - exact.grad).norm() < 0.005 * exact.grad.norm()

@@ -22,7 +22,7 @@ from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConf
 from whiflash_infer.target import Target, TargetTables
 from whiflash_infer.types import TeacherRows
 from whiflash_train.batches import DrafterBatch
-from whiflash_train.block_losses import ObjectiveName
+from whiflash_train.block_losses import BlockObjective, ObjectiveName
 from whiflash_train.objectives import Outcome, diffusion_objective
 from whiflash_train.teacher import OnlineTeacher
 
@@ -192,6 +192,35 @@ def test_padding_anchors_and_padding_tokens_leave_loss_and_gradients_as_they_are
         values = {key: mean.value for key, mean in means.items()}
         results.append((loss.detach(), values, [p.grad for p in net.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["decay", "kd"])
+def test_drawn_slots_teach_what_weighed_slots_teach_on_average(
+    name: ObjectiveName, target: Target
+) -> None:
+    # Slots weigh 1, .8, .64 and .512: of 125 even draws 125, 100, 80 and 64 take them.
+    weighed = replace(block_objective(name), gamma=-1 / math.log(0.8))
+    drawn = replace(weighed, draw_slots=True)
+    batch, net = one_text(), tiny_diffusion(target.drafter_shape, num_layers=1)
+    net.requires_grad_(True)
+    teacher = OnlineTeacher(target)
+
+    def learn(batch: DrafterBatch, objective: BlockObjective) -> tuple[list[Tensor], float]:
+        """The gradient of the sum that the loss is a mean of, and tau."""
+        loss, means = diffusion_objective(net, batch, teacher=teacher, objective=objective)
+        grads = torch.autograd.grad(loss * means["loss"].count, list(net.parameters()))
+        return list(grads), float(means["tau"].value)
+
+    expected, tau = learn(batch, weighed)
+    found, taus = [torch.zeros_like(grad) for grad in expected], []
+    for draw in range(125):
+        luck = torch.full((1, 5), (draw + 0.5) / 125)
+        grads, drawn_tau = learn(replace(batch, luck=luck), drawn)
+        found = [total + grad / 125 for total, grad in zip(found, grads, strict=True)]
+        taus.append(drawn_tau)
+    for total, grad in zip(found, expected, strict=True):
+        assert (total - grad).norm() < 1e-4 * grad.norm()
+    assert sum(taus) / 125 == pytest.approx(tau, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

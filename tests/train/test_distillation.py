@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.fakes import plain_soft_loss, random_rows
+from whiflash_train import distillation
 from whiflash_train.distillation import LossName, SoftLoss, soft_losses
 
 NAMES: tuple[LossName, ...] = ("soft_ce", "kl", "tv", "lk_alpha", "lk_lambda")
@@ -25,8 +25,15 @@ def case(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(dtype), head.to(dtype), 2 * random_rows(rows, WORDS, seed=3).to(dtype)
 
 
-def parts_of(logits: Tensor) -> Callable[[slice], Tensor]:
-    return lambda part: logits[part]
+@pytest.fixture
+def chunks_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "_CPU_SCORES", 0)  # so the least: 128
+
+
+def taught(hidden: Tensor, head: Tensor, target: Tensor, loss: SoftLoss) -> tuple[Tensor, Tensor]:
+    """Every row by the target's row of the same number, all in one group."""
+    rows = torch.arange(len(hidden))
+    return soft_losses(hidden, head, lambda some: target[some], rows, 0 * rows, loss)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def parts_of(logits: Tensor) -> Callable[[slice], Tensor]:
 )
 def test_each_loss_is_what_a_hand_calculates(name: LossName, expected: float) -> None:
     draft, target = torch.tensor([[0.4, 0.35, 0.25]]), torch.tensor([[0.42, 0.5, 0.08]])
-    losses, best = soft_losses(draft.log(), torch.eye(3), parts_of(target.log()), named(name))
+    losses, best = taught(draft.log(), torch.eye(3), target.log(), named(name))
     assert losses.tolist() == [pytest.approx(expected, abs=2e-6)]
     assert best.tolist() == [0]
 
@@ -51,7 +58,7 @@ def test_the_blend_follows_the_mean_acceptance_of_the_call() -> None:
     draft = torch.tensor([[0.4, 0.35, 0.25], [0.5, 0.25, 0.25]])
     target = torch.tensor([[0.42, 0.5, 0.08], [0.5, 0.3, 0.2]])  # alpha .83 and .95
     loss = named("lk_lambda", kl_scale=0.5, kl_decay=2.0)
-    found, _ = soft_losses(draft.log(), torch.eye(3), parts_of(target.log()), loss)
+    found, _ = taught(draft.log(), torch.eye(3), target.log(), loss)
     weight = 0.5 * math.exp(-2.0 * 0.89)
     divergence = 0.3 * math.log(0.3 / 0.25) + 0.2 * math.log(0.2 / 0.25)
     expected = weight * divergence + (1 - weight) * 0.05
@@ -59,16 +66,16 @@ def test_the_blend_follows_the_mean_acceptance_of_the_call() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [1, 512, 1300])
+@pytest.mark.parametrize("rows", [1, 128, 333])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_equal_those_of_autograd(
-    name: LossName, rows: int, frozen: bool
+    name: LossName, rows: int, frozen: bool, chunks_of_128: None
 ) -> None:
     hidden, head, target = case(rows, torch.float64)
     loss, pull = named(name), random_rows(rows, seed=4).double()
     leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)]
     plain = [hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)]
-    found, best = soft_losses(leaves[0], leaves[1], parts_of(target), loss)
+    found, best = taught(leaves[0], leaves[1], target, loss)
     expected = plain_soft_loss(plain[0] @ plain[1].T, target, loss)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert torch.equal(best, (hidden @ head.T).argmax(-1))
@@ -87,9 +94,7 @@ def test_slopes_pass_gradcheck_in_float64(name: LossName, frozen: bool) -> None:
     # The weight of the blend is detached, so it must not depend on what is checked.
     loss = named(name, kl_scale=0.3, kl_decay=0.0)
     leaves = (hidden.requires_grad_(), head.requires_grad_(not frozen))
-    assert torch.autograd.gradcheck(
-        lambda h, w: soft_losses(h, w, parts_of(target), loss)[0], leaves
-    )
+    assert torch.autograd.gradcheck(lambda h, w: taught(h, w, target, loss)[0], leaves)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +110,7 @@ def test_loss_and_gradient_of_bfloat16_states_near_their_target_are_right_to_hal
     hidden = (target + 0.015 * random_rows(rows, width, seed=3)).bfloat16()
     target = target.bfloat16() @ head.T
     loss, leaf = named(name), hidden.clone().requires_grad_()
-    found, _ = soft_losses(leaf, head, parts_of(target), loss)
+    found, _ = taught(leaf, head, target, loss)
     found.mean().backward()
     assert leaf.grad is not None
 
@@ -130,28 +135,46 @@ def test_with_a_frozen_head_nothing_as_wide_as_the_vocabulary_is_kept(name: Loss
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        soft_losses(hidden.requires_grad_(), head, parts_of(target), named(name))
+        taught(hidden.requires_grad_(), head, target, named(name))
     assert kept
     assert max(tensor.numel() for tensor in kept) <= 2 * 40 * WIDTH < 40 * WORDS
 
 
-def test_the_target_is_asked_for_a_chunk_at_a_time() -> None:
-    hidden, head, target = case(1300, torch.float32)
-    asked: list[int] = []
+def test_each_row_of_the_target_is_asked_for_once_a_chunk(chunks_of_128: None) -> None:
+    hidden, head, target = case(300, torch.float32)
+    rows, asked = torch.arange(300) // 3, []  # three rows learn from each of the target's
 
-    def logits(part: slice) -> Tensor:
-        asked.append(len(target[part]))
-        return target[part]
+    def logits(some: Tensor) -> Tensor:
+        asked.append(some.tolist())
+        return target[some]
 
-    soft_losses(hidden, head, logits, named("kl"))
-    assert asked == [512, 512, 276]
+    found, _ = soft_losses(hidden, head, logits, rows, 0 * rows, named("kl"))
+    # 128 rows end within the target's row 42, 256 with its row 85
+    assert asked == [list(range(43)), list(range(42, 86)), list(range(85, 100))]
+    expected = plain_soft_loss(hidden @ head.T, target[rows], named("kl"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_blend_of_each_group_follows_its_own_acceptance() -> None:
+    draft = torch.tensor([[0.4, 0.35, 0.25], [0.5, 0.25, 0.25], [0.4, 0.35, 0.25]])
+    target = torch.tensor([[0.42, 0.5, 0.08], [0.5, 0.3, 0.2], [0.42, 0.5, 0.08]])
+    groups, rows = torch.tensor([2, 0, 2]), torch.arange(3)
+    loss = named("lk_lambda")
+    found, _ = soft_losses(
+        draft.log(), torch.eye(3), lambda some: target[some].log(), rows, groups, loss
+    )
+    alone = [
+        taught(draft[i : i + 1].log(), torch.eye(3), target[i : i + 1].log(), loss)[0]
+        for i in range(3)
+    ]
+    assert found.tolist() == pytest.approx(torch.cat(alone).tolist(), rel=1e-5)
 
 
 def test_distributions_that_share_next_to_nothing_still_teach() -> None:
     # draft (1, e^-200), target (e^-200, 1): alpha = 2 e^-200, nothing in float32
     logits = torch.tensor([[200.0, 0.0]], requires_grad=True)
     target = torch.tensor([[0.0, 200.0]])
-    losses, _ = soft_losses(logits, torch.eye(2), parts_of(target), named("lk_alpha"))
+    losses, _ = taught(logits, torch.eye(2), target, named("lk_alpha"))
     losses.sum().backward()
     assert losses.tolist() == [pytest.approx(200 - math.log(2))]
     assert logits.grad is not None
@@ -164,7 +187,7 @@ def test_a_drafter_equal_to_its_target_has_nothing_to_learn(name: LossName, froz
     hidden, head, _ = case(7, torch.float32)
     leaf = hidden.clone().requires_grad_()
     target = hidden @ head.T
-    losses, _ = soft_losses(leaf, head.requires_grad_(not frozen), parts_of(target), named(name))
+    losses, _ = taught(leaf, head.requires_grad_(not frozen), target, named(name))
     losses.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.abs().max() < 1e-5
@@ -177,7 +200,7 @@ def test_a_drafter_equal_to_its_target_has_nothing_to_learn(name: LossName, froz
 def test_no_rows_give_no_losses_and_a_gradient_of_zero(name: LossName, frozen: bool) -> None:
     hidden, head = torch.zeros(0, WIDTH, requires_grad=True), random_rows(WORDS, WIDTH, seed=2)
     head.requires_grad_(not frozen)
-    losses, best = soft_losses(hidden, head, parts_of(torch.zeros(0, WORDS)), named(name))
+    losses, best = taught(hidden, head, torch.zeros(0, WORDS), named(name))
     losses.sum().backward()
     assert losses.shape == best.shape == (0,)
     assert hidden.grad is not None

@@ -110,7 +110,8 @@ def test_two_processes_that_were_stopped_go_on_where_they_were(
         assert losses == pytest.approx(straight.losses[10:], abs=1e-5)
 
 
-def test_a_process_without_a_row_or_an_anchor_steps_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_process_without_a_row_or_an_anchor_steps_along(strategy: str, tmp_path: Path) -> None:
     # Batches of one row leave the second process none, and rows of three tokens have no anchor; a
     # process that skipped its step waited for the other forever (U89, U91).
     rows = conversations(9, shortest=3)
@@ -118,7 +119,7 @@ def test_a_process_without_a_row_or_an_anchor_steps_along(tmp_path: Path) -> Non
     def make(name: str = "two") -> Training:
         return Training(folder=tmp_path / name, fit=changed(batch_size=1), rows=rows)
 
-    both = two_ranks(tmp_path, make)
+    both = two_ranks(tmp_path, make, strategy)
     assert not any(both[1]["rows"])
     alone = make("alone")
     recorder, metrics = alone.run()
@@ -164,14 +165,20 @@ def test_accumulating_in_two_processes_is_one_batch_still(tmp_path: Path) -> Non
 
 def ar_drafter(target: Target) -> tuple[nn.Module, Objective]:
     loss = SoftLoss(name="soft_ce", kl_scale=1.0, kl_decay=3.0)
-    settings = {"draft_length": 3, "step_decay": 0.8, "loss": loss}
+    settings = {"draft_length": 3, "step_decay": 0.8, "draw_steps": True, "loss": loss}
     net = tiny_ar(target.drafter_shape, tap_size=TAP_SIZE)
     return net, partial(ar_objective, teacher=OnlineTeacher(target), **settings)
 
 
 def block_drafter(target: Target, name: ObjectiveName) -> tuple[nn.Module, Objective]:
-    options = {"smoothing": 0.5, "gamma": 4.0, "focal_weight": 0.3, "chain_weight": 1.0}
-    loss = BlockObjective(name=name, **options)
+    loss = BlockObjective(
+        name=name,
+        smoothing=0.5,
+        gamma=4.0,
+        draw_slots=name == "decay",
+        focal_weight=0.3,
+        chain_weight=1.0,
+    )
     net = tiny_diffusion(target.drafter_shape, num_layers=1)
     net.fc.weight.data /= TAP_SIZE
     return net, partial(diffusion_objective, teacher=OnlineTeacher(target), objective=loss)

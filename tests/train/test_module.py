@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -118,6 +120,51 @@ def test_steps_without_finite_gradients_in_a_row_end_the_run_with_their_rows(
     assert f"rows {straight.rows[7]} of the training data" in str(failed.value)
 
 
+def test_under_bfloat16_weights_gradients_and_moments_stay_float32(tmp_path: Path) -> None:
+    # Weights of bfloat16 went to NaN after some hundred steps (U79).
+    computed: set[torch.dtype] = set()
+    kept: set[torch.dtype] = set()
+
+    def objective(net: NextToken, batch: DrafterBatch) -> Outcome:
+        computed.add(net.head(net.table(batch.ids)).dtype)
+        return next_token(net, batch)
+
+    def look(module: TraineeModule) -> None:
+        for parameter, moments in module.trainer.optimizers[0].state.items():
+            assert parameter.grad is not None
+            kept.update({parameter.dtype, parameter.grad.dtype})
+            kept.update(tensor.dtype for tensor in moments.values())
+
+    training = Training(
+        folder=tmp_path,
+        objective=objective,
+        callbacks=(AfterStep(look),),
+        options=("trainer.precision=bf16-mixed",),
+    )
+    training.run()
+    saved = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert computed == {torch.bfloat16}
+    assert kept == {torch.float32}
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_a_run_that_is_told_to_end_does_not_look_finished(tmp_path: Path) -> None:
+    # The script of a killed training exited with 0, and the next job ran (U101).
+    calls: list[int] = []
+
+    def terminate(_module: TraineeModule) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    training = Training(folder=tmp_path, callbacks=(AfterStep(terminate),))
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    assert len(calls) < 20
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("ema", [None, 0.8])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_resumed_run_repeats_the_straight_one_step_by_step(
@@ -210,12 +257,23 @@ def test_where_nothing_compiles_the_run_goes_on_and_says_so_in_one_line(
 
 
 def test_a_full_gpu_is_told_with_the_knob_to_turn(tmp_path: Path) -> None:
+    # As torch says it: what is reserved and not in use tells of fragments (U84, U85).
+    cause = (
+        "CUDA out of memory. Tried to allocate 9.00 GiB. Of the allocated memory 41.20 GiB is "
+        "allocated by PyTorch, and 57.90 GiB is reserved by PyTorch but unallocated."
+    )
+
     def full(_net: NextToken, _batch: DrafterBatch) -> Outcome:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        raise torch.OutOfMemoryError(f"{cause}\nMore of no use")
 
     training = Training(folder=tmp_path, fit=changed(accumulate=2), objective=full)
-    with pytest.raises(UserError, match=r"Raise ar_drafter.fit.accumulate \(now 2; the result"):
+    with pytest.raises(
+        UserError, match=r"Raise ar_drafter.fit.accumulate \(now 2; the result"
+    ) as e:
         training.run()
+    assert cause in str(e.value)
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in str(e.value)
+    assert "of no use" not in str(e.value)
 
 
 COMPILING = """

@@ -59,14 +59,18 @@ def test_the_evaluation_has_a_row_for_every_policy_and_category(workplace: Path)
     assert list(metrics["policies"]) == policies
     for report in metrics["policies"].values():
         assert sorted(report["by_category"]) == ["chat", "code", "json", "maths"]
-        assert report["overall"]["tokens"] == sum(
-            cell["tokens"] for cell in report["by_category"].values()
-        )
+        for parts in ("by_category", "by_prompt_length"):
+            tokens = sum(cell["tokens"] for cell in report[parts].values())
+            assert report["overall"]["tokens"] == tokens
         assert sum(report["overall"]["time_split"].values()) == pytest.approx(1.0)
     assert metrics["policies"]["plain"]["overall"]["speedup"] == 1.0
     rounds = pq.read_table(folder / "rounds.parquet").to_pylist()
     assert len(rounds) == sum(r["overall"]["rounds"] for r in metrics["policies"].values())
     assert "hazard" in (folder / "report.html").read_text()
+    header = metrics["header"]
+    assert {"device", "dtype", "threads", "temperature", "seed", "prompt_set"} <= set(header)
+    assert {"whiflash", "torch", "transformers"} <= set(header["versions"])
+    assert (header["bonus_token"], header["batch"]) == ("counted", 1)
 
 
 def test_the_lossless_check_passes_in_float32_and_refuses_bfloat16(workplace: Path) -> None:
@@ -161,6 +165,10 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
             "train.py task=router paths.costs=absent.json",
             "Make it with: python data_prep/profile_costs.py",
         ),
+        (
+            "train.py task=ar_drafter ar_drafter.features=cached trainer.devices=2",
+            "Make it with: python data_prep/cache_features.py",
+        ),
         ("train.py task=ar_drafter target.name=other", "name: the artefact has 'tiny'"),
         (
             "data_prep/profile_costs.py target.tap_layer_ids=[1,2,3]",
@@ -169,6 +177,14 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
         (
             "train.py task=router resume=true router.width=7",
             "router.width: the artefact has 128, this run has 7",
+        ),
+        (
+            "train.py task=diffusion_drafter resume=true target.mask_token_id=4",
+            "target.mask_token_id: the artefact has 3, this run has 4",
+        ),
+        (
+            "evaluate.py target.mask_token_id=4",
+            "mask_token_id: the artefact has 3, this run has 4",
         ),
         ("train.py task=ar_drafter target.tap_layer_ids=[1,9]", "each must lie in 0..6"),
         ("train.py task=ar_drafter resume=true hydra.run.dir=elsewhere", "nothing to resume"),

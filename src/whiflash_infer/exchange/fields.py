@@ -120,9 +120,13 @@ def all_layers_full(config: Mapping[str, Any]) -> bool:
 def read_rope(config: Mapping[str, Any], given_theta: float | None) -> dict[str, Any]:
     """Rotary positions, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    Raises: ValueError where the two schemas disagree, or where no base is named.
+    Raises: ValueError where the two schemas disagree, no base is named, or a part of the channels
+    is left unturned.
     """
     rope = _joined_schemas(config)
+    share = rope.pop("partial_rotary_factor", None) or 1.0
+    if share != 1.0:
+        raise ValueError(f"partial_rotary_factor is {share}, this version turns all channels")
     if given_theta is not None:
         rope["rope_theta"] = given_theta
     if rope.get("rope_theta") is None:

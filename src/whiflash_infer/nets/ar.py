@@ -17,7 +17,7 @@ Attribute names are the tensor names of the published format (`LlamaForCausalLME
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,12 +195,14 @@ class ARDrafter(nn.Module):
         anchors: Int[Tensor, "B A"],
         *,
         num_steps: int,
-    ) -> Iterator[Float[Tensor, "B A D"]]:
+        widths: Sequence[int] | None = None,
+    ) -> Iterator[Float[Tensor, "B _A D"]]:
         """Training-time test: yield the state that each step hands over at every anchor.
 
         Anchors are positions n >= 1 of anchor tokens. Tokens are the sequence's own; where a step
         runs past the end it is fed the last token, and the caller masks it. Gradients flow through
-        all steps.
+        all steps. widths: how many anchors of each row, the first ones, go on to each step; it
+        never rises.
         """
         fused = self.fuse(taps[:, :-1])
         rows = torch.arange(fused.shape[1], device=fused.device)
@@ -212,7 +214,12 @@ class ARDrafter(nn.Module):
         step_input, own_keys, own_values = _take(joined, start), keys[:, :0], values[:, :0]
         own_keys = own_keys[:, None].expand(-1, anchors.shape[1], -1, -1, -1)
         own_values = own_values[:, None].expand(-1, anchors.shape[1], -1, -1, -1)
-        for step in range(num_steps):
+        for step, width in enumerate(widths or [anchors.shape[1]] * num_steps):
+            if width < hidden.shape[1]:
+                attend = SharedAndOwn(visible[:, :width], self.attention)
+                anchors, start, hidden = anchors[:, :width], start[:, :width], hidden[:, :width]
+                step_input = step_input[:, :width]
+                own_keys, own_values = own_keys[:, :width], own_values[:, :width]
             if step > 0:
                 token = (anchors + step).clamp(max=embeds.shape[1] - 1)
                 step_input, new_keys, new_values = self.entry(

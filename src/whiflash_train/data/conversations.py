@@ -88,11 +88,11 @@ class ConversationWriter:
         """
         for split, counts in self.counts.items():
             if not counts["rows"]:
-                raise UserError(
-                    f"split {split} would be empty: {tally}. "
-                    + ("; ".join(tally.details()) or "Give more rows, or raise ")
-                    + "data.validation_fraction and data.router_fraction"
+                told = (
+                    f"split {split} would be empty: {tally}. Give more rows, or change "
+                    "data.validation_fraction and data.router_fraction"
                 )
+                raise UserError("\n  ".join([told, *tally.details()]))
         tally.require_kept(sum(c["conversations"] for c in self.counts.values()))
         with (self._folder / "dropped.jsonl").open("w", encoding="utf-8") as file:
             for place, reason, detail in tally.lost:

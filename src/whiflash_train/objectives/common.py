@@ -43,10 +43,16 @@ def acceptance(
     hits: Bool[Tensor, "B A K"],
     exists: Bool[Tensor, "B A K"],
     anchor_mask: Bool[Tensor, "B A"],
+    taken: Float[Tensor, " K"] | None = None,
 ) -> dict[str, Mean]:
-    """Chained accuracy by slot, and simulated tau (bonus counted), over real anchors."""
+    """Chained accuracy by slot, and simulated tau (bonus counted), over real anchors.
+
+    taken: with what probability a slot was looked at, where that was drawn; None: always.
+    """
     count = int(anchor_mask.sum())
     chain = chained_hits(hits & exists)[anchor_mask]
+    if taken is not None:
+        chain = chain / taken
     means = {"loss": Mean(loss.detach(), count), "tau": Mean(1.0 + chain.sum(-1).mean(), count)}
     for slot, accuracy in enumerate(chain.mean(0), start=1):
         means[f"accepted_{slot}"] = Mean(accuracy, count)

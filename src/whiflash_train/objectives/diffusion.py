@@ -30,12 +30,17 @@ def diffusion_objective(
     """DFlash: score the masked slots of one block an anchor, and weigh them as `objective` says.
 
     Slot k is supervised where x_{n+k} belongs to the answer: by that token, or by the target's
-    distribution at row n + k - 1. A batch without a supervised slot gives a loss of zero that
+    distribution at row n + k - 1. In training an objective may take slots by chance; validation
+    takes all. A batch without a supervised slot gives a loss of zero that
     still reaches every parameter, as data-parallel training needs.
     """
     num_drafts = net.config.block_size - 1
     labels, exists = following(batch.ids, batch.lengths, batch.anchors, num_drafts)
     counted = exists & _labels_supervised(batch, num_drafts)
+    taken = torch.ones(num_drafts, device=batch.ids.device)
+    if batch.luck is not None:
+        taken = objective.chances(num_drafts, batch.ids.device)
+        counted &= batch.luck[..., None] < taken
     hits = torch.zeros_like(counted)
     if not counted.any():
         loss = nothing_learnt(net)
@@ -53,9 +58,10 @@ def diffusion_objective(
     table = scores.new_zeros(counted.shape)
     table[counted] = scores
     hits[counted] = best == labels[counted]
-    loss = objective.loss(*(part.flatten(0, 1) for part in (table, hits, counted)))
-    means = acceptance(loss, hits, exists, batch.anchor_mask)
-    means["loss"] = Mean(loss.detach(), objective.weight(counted.flatten(0, 1)))
+    blocks = counted.flatten(0, 1)
+    loss = objective.loss(table.flatten(0, 1), hits.flatten(0, 1), blocks, taken)
+    means = acceptance(loss, hits, exists, batch.anchor_mask, taken)
+    means["loss"] = Mean(loss.detach(), objective.weight(blocks, taken))
     return loss, means
 
 
