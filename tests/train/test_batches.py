@@ -66,7 +66,7 @@ def padding(batches: list[np.ndarray], lengths: np.ndarray) -> float:
     return 1 - lengths[np.concatenate(batches)].sum() / area
 
 
-def content(batch: DrafterBatch) -> dict[str, list]:
+def content(batch: DrafterBatch) -> dict[str, Any]:
     parts: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return {name: None if part is None else part.tolist() for name, part in parts.items()}
 
