@@ -32,12 +32,14 @@ _SECONDS_A_LINE = 30.0  # where there is no terminal to draw a bar on
 def rate_bar(console: Console, what: str, *, total: int | None, unit: str) -> Iterator[Advance]:
     """A bar of `total` steps (None: unknown) with a rate in units a second.
 
-    Where output goes to a file, a line now and then in its place.
+    Where output goes to a file, a line now and then and one at the end in its place.
     """
     if console.is_terminal:
         yield from _bar(console, what, total, unit)
     else:
-        yield _lines(console, what, total, unit)
+        lines = _Lines(console, what, total, unit)
+        yield lines.advance
+        lines.tell()
 
 
 def _bar(console: Console, what: str, total: int | None, unit: str) -> Iterator[Advance]:
@@ -62,24 +64,31 @@ def _bar(console: Console, what: str, total: int | None, unit: str) -> Iterator[
         yield advance
 
 
-def _lines(console: Console, what: str, total: int | None, unit: str) -> Advance:
-    started = told = time.perf_counter()
-    taken = done = 0
+class _Lines:
+    def __init__(self, console: Console, what: str, total: int | None, unit: str) -> None:
+        self._console, self._what, self._total, self._unit = console, what, total, unit
+        self._started = self._told = time.perf_counter()
+        self._taken = self._done = 0
 
-    def advance(steps: int, *, produced: int = 0) -> None:
-        nonlocal told, taken, done
-        taken, done, now = taken + steps, done + produced, time.perf_counter()
-        if now - told < _SECONDS_A_LINE:
-            return
-        told, seconds = now, now - started
-        left = "" if total is None or not taken else f", {_left(seconds, taken, total)} left"
+    def advance(self, steps: int, *, produced: int = 0) -> None:
+        self._taken, self._done = self._taken + steps, self._done + produced
+        now = time.perf_counter()
+        if now - self._told >= _SECONDS_A_LINE:
+            self._told = now
+            self.tell()
+
+    def tell(self) -> None:
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        taken, total = self._taken, self._total
         of = "" if total is None else f"/{total:,}"
-        rate = f"{done / seconds:,.1f} {unit}/s"
-        console.print(f"{what}: {taken:,}{of}, {rate}{left}", soft_wrap=True, highlight=False)
+        left = ""
+        if total is not None and 0 < taken < total:
+            left = f", {_clock(seconds / taken * (total - taken))} left"
+        rate = f"{self._done / seconds:,.1f} {self._unit}/s"
+        told = f"{self._what}: {taken:,}{of}, {rate}{left}"
+        self._console.print(told, soft_wrap=True, highlight=False)
 
-    return advance
 
-
-def _left(seconds: float, taken: int, total: int) -> str:
-    minutes, rest = divmod(round(seconds / taken * (total - taken)), 60)
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}"

@@ -12,15 +12,17 @@ from whiflash_train.progress import rate_bar
 def test_in_a_file_there_is_a_line_now_and_then_with_rate_and_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = iter([0.0, 20.0, 40.0, 50.0, 100.0])
+    # the start, then each step once more where it is told of, and the end
+    clock = iter([0.0, 20.0, 40.0, 40.0, 50.0, 100.0, 100.0, 125.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     written = io.StringIO()
     with rate_bar(Console(file=written), "answering", total=400, unit="tokens") as advance:
-        for _ in range(4):  # lines are due at 40 and at 100 seconds
-            advance(50, produced=2000)
+        for steps in (50, 50, 50, 250):  # lines are due at 40 and at 100 seconds
+            advance(steps, produced=40 * steps)
     assert written.getvalue().splitlines() == [
         "answering: 100/400, 100.0 tokens/s, 2:00 left",
-        "answering: 200/400, 80.0 tokens/s, 1:40 left",
+        "answering: 400/400, 160.0 tokens/s",
+        "answering: 400/400, 128.0 tokens/s",
     ]
 
 
