@@ -5,11 +5,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from whiflash_infer.errors import UserError
-from whiflash_train import evaluation
+from whiflash_train import evaluation, lossless_check
 from whiflash_train.entry import entry_point
 
 ROOT = Path(__file__).parent
-CHECKS = {None: evaluation.evaluate, "lossless": evaluation.check_lossless}
+CHECKS = {None: evaluation.evaluate, "lossless": lossless_check.check_lossless}
 
 
 @entry_point("evaluate", root=ROOT)

@@ -1,7 +1,7 @@
-"""Label every position for every arm: `python data_prep/log_rounds.py`.
+"""Label every position for every chain: `python data_prep/log_rounds.py`.
 
 Writes `rounds/`: for each position of each conversation the router's features, and how many drafts
-each arm would have had accepted there, at the cost of one training-mode pass a conversation.
+each chain would have had accepted there, at the cost of one training-mode pass a conversation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import track
 
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.base import DraftRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.ar import ARArm
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import DiffusionArm
+from whiflash_infer.drafters.load import chains
 from whiflash_infer.errors import UserError
 from whiflash_infer.features import NUM_SCALARS, router_features
 from whiflash_infer.labels import DraftLabels, label_ar, label_diffusion
@@ -38,7 +39,8 @@ console = Console()
 @entry_point("log_rounds", root=ROOT)
 def main(cfg: DictConfig) -> None:
     target = load_target(cfg)
-    runners, lineage = load_drafters(cfg, target)
+    arms, lineage = load_drafters(cfg, target)
+    arms = chains(arms)
     conversations_path = Path(cfg.paths.conversations)
     rows, manifest = {}, {}
     for split in SPLITS:
@@ -54,7 +56,7 @@ def main(cfg: DictConfig) -> None:
     labelled: list[ConversationRounds] = []
     for split, part in rows.items():
         if len(part):
-            labelled += label_split(part, split, target, runners, cfg.rounds.batch_size)
+            labelled += label_split(part, split, target, arms, cfg.rounds.batch_size)
     seconds = time.perf_counter() - started
     path = Path(cfg.paths.rounds)
     save_rounds(
@@ -63,7 +65,7 @@ def main(cfg: DictConfig) -> None:
         {
             "target": target.identity().manifest(),
             "drafters": lineage,
-            "max_draft": {arm: runner.max_draft for arm, runner in runners.items()},
+            "max_draft": {name: arm.max_draft for name, arm in arms.items()},
             "conversations": manifest["fingerprint"],
             "counts": {"conversations": len(labelled), "positions": sum(map(len, labelled))},
             "seed": cfg.seed,
@@ -76,7 +78,7 @@ def main(cfg: DictConfig) -> None:
 
 @torch.inference_mode()
 def label_split(
-    rows: Dataset, split: str, target: Target, runners: dict[str, DraftRunner], batch_size: int
+    rows: Dataset, split: str, target: Target, arms: dict[str, Arm], batch_size: int
 ) -> list[ConversationRounds]:
     """Dense rounds of every conversation, in the data set's order."""
     pad = target.chat.pad_id
@@ -86,7 +88,7 @@ def label_split(
     for batch in track(batches, description=f"labelling {split}", console=console):
         moved = batch.to(target.device)
         teacher_rows = teacher(moved)
-        labels = {arm: label(runner, moved, teacher_rows) for arm, runner in runners.items()}
+        labels = {name: label(arm, moved, teacher_rows) for name, arm in arms.items()}
         for i, row in enumerate(batch.rows.tolist()):
             keep = batch.anchor_mask[i]
             anchors = batch.anchors[i][keep].to(target.device)
@@ -104,12 +106,12 @@ def label_split(
     return [found[row] for row in sorted(found)]
 
 
-def label(runner: DraftRunner, batch: DrafterBatch, rows: TeacherRows) -> DraftLabels:
+def label(arm: Arm, batch: DrafterBatch, rows: TeacherRows) -> DraftLabels:
     sequences = batch.ids, batch.lengths, rows, batch.anchors
-    if isinstance(runner, ARRunner):
-        return label_ar(runner.net, runner.tables, *sequences, draft_length=runner.max_draft)
-    assert isinstance(runner, DiffusionRunner)
-    return label_diffusion(runner.net, runner.tables, *sequences)
+    if isinstance(arm, ARArm):
+        return label_ar(arm.net, arm.drafter.tables, *sequences, draft_length=arm.max_draft)
+    assert isinstance(arm, DiffusionArm)
+    return label_diffusion(arm.net, arm.drafter.tables, *sequences)
 
 
 def show(conversations: list[ConversationRounds], seconds: float) -> None:

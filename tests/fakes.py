@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from whiflash_infer.cache import TargetCache, make_span
+from whiflash_infer.drafters.ar import ARArm, CachedAR
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.nets.shape import DrafterShape
-from whiflash_infer.sequence import Sequence
+from whiflash_infer.sequence import Texts
 from whiflash_infer.sources import RandomTiny, byte_tokenizer
 from whiflash_infer.target import Target
 from whiflash_train.block_losses import BlockObjective, ObjectiveName
@@ -26,6 +29,12 @@ _OPTIONS = ("fc_norm", "norm_output", "qk_norm")
 SOFT_CE = SoftLoss(name="soft_ce", kl_scale=1.0, kl_decay=3.0)
 FLAVOURS = ("classic", *_OPTIONS, "all")  # of the AR drafter: no option, one of them, all
 MARKOV_SIZE = 4.0
+_DIFFUSION_KINDS: dict[str, dict[str, int]] = {
+    "diffusion": {},
+    "markov": {"markov_rank": 4},
+    "windowed": {"markov_rank": 4, "sliding_window": 6},
+}
+DRAFTER_KINDS = (*(f"ar-{flavour}" for flavour in FLAVOURS), *_DIFFUSION_KINDS)
 # Head width times heads differs from the hidden size, as in Qwen3-4B, and so does the target's.
 ODD_SHAPE = DrafterShape(
     hidden_size=20,
@@ -182,24 +191,86 @@ def random_ids(length: int, *, seed: int) -> Tensor:
     return torch.randint(5, 261, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+def tiny_drafter(kind: str, target: Target, *, seed: int = 1) -> CachedAR | CachedDiffusion:
+    """One of `DRAFTER_KINDS`: the same weights every time, and an empty cache."""
+    shape, tables = target.drafter_shape, target.tables
+    if kind.startswith("ar-"):
+        flavour = kind.removeprefix("ar-")
+        net = tiny_ar(shape, seed=seed, tap_size=TAP_SIZE, flavour=flavour)
+        return CachedAR(net, tables)
+    return CachedDiffusion(tiny_diffusion(shape, seed=seed, **_DIFFUSION_KINDS[kind]), tables)
+
+
+def chain_arm(drafter: CachedAR | CachedDiffusion) -> ARArm | DiffusionArm:
+    """Drafts up to 4 tokens."""
+    if isinstance(drafter, CachedAR):
+        return ARArm(drafter, draft_length=4)
+    return DiffusionArm(drafter)
+
+
+def tree_arm(drafter: CachedAR | CachedDiffusion, *, num_nodes: int = 10) -> ARArm | DiffusionArm:
+    """Drafts up to 4 tokens on a path, 3 nodes a level where the drafter goes by levels."""
+    if isinstance(drafter, CachedAR):
+        return ARArm(drafter, draft_length=4, top_k=3, num_nodes=num_nodes)
+    return DiffusionArm(drafter, num_nodes=num_nodes)
+
+
 @torch.no_grad()
-def prefilled(target: Target, ids: Tensor, *, capacity: int = 96) -> Sequence:
-    """All of `ids` committed, all but the last read."""
-    sequence = Sequence(ids[:-1], target.new_cache(capacity), capacity=capacity)
-    rows = target.read(ids[:-1], sequence.cache, last_only=True)
-    sequence.commit(ids[-1:], rows, num_read=len(ids) - 1)
-    return sequence
+def prefilled(target: Target, *texts_ids: Tensor, capacity: int = 96) -> tuple[Texts, TargetCache]:
+    """A row for each text: all of it committed, all but its last token read."""
+    texts, cache = Texts(target.device, keep_taps=True), target.new_cache()
+    for storage in (texts, cache.kv):
+        storage.reserve(len(texts_ids), capacity)
+    for row, ids in enumerate(texts_ids):
+        begin_text(target, texts, cache, ids, row=row)
+    return texts, cache
+
+
+@torch.no_grad()
+def begin_text(target: Target, texts: Texts, cache: TargetCache, ids: Tensor, *, row: int) -> None:
+    rows = target.prefill([ids[:-1].tolist()], cache, row)
+    texts.begin(row, ids[:-1], rows.taps[0], ids[-1])
 
 
 @torch.no_grad()
 def play_round(
-    target: Target, sequence: Sequence, drafts: Tensor, *, accepted: int, bonus: int
+    target: Target,
+    texts: Texts,
+    cache: TargetCache,
+    drafts: Tensor,
+    *,
+    accepted: int,
+    bonus: int,
+    row: int = 0,
 ) -> None:
-    """A verification of `drafts`, of which the first `accepted` and then `bonus` are committed."""
-    block = torch.cat([sequence.ids[sequence.anchor : sequence.length], drafts])
-    rows = target.read(block, sequence.cache, last_only=False)
-    tokens = torch.cat([drafts[:accepted], torch.tensor([bonus])])
-    sequence.commit(tokens, rows, num_read=len(tokens))
+    """A verification of `drafts`, of which the first `accepted` and then `bonus` are committed.
+
+    As in the decode loop, what was refused stays behind the texts and entries as litter.
+    """
+    [anchor] = texts.anchors([row])
+    ids = torch.cat([texts.ids([row], [anchor], 1)[0], drafts])[None]
+    depths = torch.arange(ids.shape[1])[None]
+    span = make_span([row], [anchor], ids.shape[1], target.device)
+    rows = target.read(ids, depths, None, cache, span)
+    litter = [bonus] * (len(drafts) + 1 - accepted)
+    texts.extend([row], torch.cat([drafts[:accepted], torch.tensor(litter)])[None], rows.taps)
+    texts.commit(row, accepted + 1)
+    cache.kv.lengths[row] = texts.lengths[row] - 1
+
+
+def committed(texts: Texts, row: int = 0) -> Tensor:
+    """A row's text."""
+    return texts.ids([row], [0], texts.lengths[row])[0].clone()
+
+
+@torch.no_grad()
+def drafted(
+    arm: Arm, texts: Texts, num_draft: int, *, row: int = 0, capacity: int = 192
+) -> list[int]:
+    """The chain that an arm drafts behind one row, caught up if it lags."""
+    arm.drafter.reserve(len(texts.lengths), capacity)
+    arm.drafter.catch_up(texts, [row])
+    return arm.draft(texts, [row], [num_draft]).tree.ids[0].tolist()
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -216,7 +287,7 @@ def plain_rope(heads: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
-def plain_attention(query: Tensor, keys: Several[Tensor], values: Several[Tensor]) -> Tensor:
+def plain_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """One query row [H, d] against lists of rows [G, d]; H / G query heads share a key head."""
     shared = query.shape[0] // keys[0].shape[0]
     outputs = []

@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.metrics import Answer
+from whiflash_infer.options import GenerationOptions
 from whiflash_infer.policies import Policy
+from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 from whiflash_infer.types import Generation
 
@@ -35,30 +37,34 @@ class Protocol:
 
 def run_policies(
     target: Target,
-    runners: Mapping[str, DraftRunner],
+    arms: Mapping[str, Arm],
     policies: Sequence[Policy],
     questions: Sequence[Question],
     protocol: Protocol,
+    settings: EngineSettings,
 ) -> Iterator[Answer]:
     """Every prompt under every policy, in a random order of policies prompt by prompt.
 
+    One decoder serves them all, so that they share arms, storage and whatever is warm.
+
     The first `warmup_prompts` prompts are answered once more beforehand, and not reported.
     """
-    decoders = {p.name: RoutedDecoder(target, runners, p) for p in policies}
-    for question in questions[: protocol.warmup_prompts]:
-        for decoder in decoders.values():
-            _answer(decoder, question, protocol)
-    shuffler = random.Random(protocol.seed)
-    for question in questions:
-        for name in shuffler.sample(sorted(decoders), len(decoders)):
-            generation = _answer(decoders[name], question, protocol)
-            yield Answer(question.id, question.category, name, generation)
-
-
-def _answer(decoder: RoutedDecoder, question: Question, protocol: Protocol) -> Generation:
-    return decoder.generate(
-        question.ids,
+    by_name = {policy.name: policy for policy in policies}
+    decoder = RoutedDecoder(target, arms, policies[0], settings)
+    options = GenerationOptions(
         max_new_tokens=protocol.max_new_tokens,
-        temperature=protocol.temperature,
+        temperature=float(protocol.temperature),
         seed=protocol.seed,
     )
+
+    def answer(question: Question, name: str) -> Generation:
+        decoder.policy = by_name[name]
+        return decoder.answer(question.ids, options)
+
+    for question in questions[: protocol.warmup_prompts]:
+        for name in by_name:
+            answer(question, name)
+    shuffler = random.Random(protocol.seed)
+    for question in questions:
+        for name in shuffler.sample(sorted(by_name), len(by_name)):
+            yield Answer(question.id, question.category, name, answer(question, name))

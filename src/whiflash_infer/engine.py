@@ -2,190 +2,170 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from whiflash_infer.accept import verify
-from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.chat import ChatOptions
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.load import ArmSettings
 from whiflash_infer.errors import UserError
-from whiflash_infer.features import router_features
+from whiflash_infer.loop import DecodeLoop
+from whiflash_infer.options import GenerationOptions
 from whiflash_infer.policies import Policy
-from whiflash_infer.sampling import probabilities, sample
-from whiflash_infer.sequence import Sequence
+from whiflash_infer.pretrained import load_parts
+from whiflash_infer.requests import Request, check_request, make_request
+from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
-from whiflash_infer.types import PLAIN, Decision, Generation, Round, RoundState
+from whiflash_infer.types import Generation, Piece, Round
+
+_DEFAULTS, _ARMS = EngineSettings(), ArmSettings()
 
 
 class RoutedDecoder:
-    """Decodes one prompt at a time; the output is the target's own, whatever the policy does.
+    """Answers prompts; the output is the target's own, whatever the policy does.
 
-    runners: the drafting arms by name; the arm `plain`, which drafts nothing, is always there.
+    arms: the drafting arms by name; the arm `plain`, which drafts nothing, is always there. Storage
+    is kept from call to call, so one decoder answers one call at a time.
     """
 
-    def __init__(self, target: Target, runners: Mapping[str, DraftRunner], policy: Policy) -> None:
-        self.target = target
-        self.runners = dict(runners)
-        self.policy = policy
-
-    @torch.inference_mode()
-    def generate(
+    def __init__(
         self,
-        prompt_ids: list[int],
+        target: Target,
+        arms: Mapping[str, Arm],
+        policy: Policy,
+        settings: EngineSettings = _DEFAULTS,
+    ) -> None:
+        self.target = target
+        self.arms = dict(arms)
+        self.settings = settings
+        self._loop = DecodeLoop(target, arms, policy, settings)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: Target | str | Path,
         *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop_ids: frozenset[int] | None = None,
-    ) -> Generation:
-        """Answer one prompt. stop_ids: the target's own when None.
+        ar: str | Path | None = None,
+        diffusion: str | Path | None = None,
+        router: str | Path | None = None,
+        policy: Policy | str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        arms: ArmSettings = _ARMS,
+        settings: EngineSettings = _DEFAULTS,
+        allow_foreign_costs: bool = False,
+        chat_options: ChatOptions | None = None,
+        trust_remote_code: bool = False,
+    ) -> RoutedDecoder:
+        """From a Hugging Face id or folder, and the folders of drafters and router.
+
+        `load_parts` says what is chosen where nothing is given, and what it raises.
+        """
+        parts = load_parts(
+            target,
+            ar=ar,
+            diffusion=diffusion,
+            router=router,
+            policy=policy,
+            dtype=dtype,
+            device=device,
+            arms=arms,
+            allow_foreign_costs=allow_foreign_costs,
+            chat_options=chat_options,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(*parts, settings)
+
+    @property
+    def policy(self) -> Policy:
+        return self._loop.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._loop.policy = policy
+
+    def answer(self, prompt_ids: list[int], options: GenerationOptions) -> Generation:
+        """Answer one prompt.
 
         Raises: UserError for an empty prompt, or one that leaves no room in the target's context.
         """
-        longest = max((r.max_draft for r in self.runners.values()), default=0)
-        capacity = len(prompt_ids) + max_new_tokens + longest + 1
-        self._check_room(prompt_ids, max_new_tokens)
-        prompt = torch.tensor(prompt_ids, device=self.target.device)
-        sequence = Sequence(prompt, self.target.new_cache(capacity), capacity=capacity)
-        for runner in self.runners.values():
-            runner.start(capacity)
-        generator = torch.Generator(self.target.device).manual_seed(seed)
-        stops = self.target.stop_ids if stop_ids is None else stop_ids
-        result = Generation(len(prompt_ids), prompt[:0])
+        return self.generate([prompt_ids], options)[0]
 
-        started = time.perf_counter()
-        rows = self.target.read(prompt, sequence.cache, last_only=True)
-        first = sample(probabilities(rows.logits, temperature), generator)
-        sequence.commit(first, rows, num_read=len(prompt_ids))
-        result.stopped = int(first) in stops
-        result.prefill_seconds = time.perf_counter() - started
-
-        started = time.perf_counter()
-        limit = len(prompt_ids) + max_new_tokens
-        last_arm = None
-        while not result.stopped and sequence.length < limit:
-            done, result.stopped = self._round(
-                sequence, limit, stops, temperature, generator, last_arm
-            )
-            result.rounds.append(done)
-            last_arm = done.arm
-        result.decode_seconds = time.perf_counter() - started
-        result.output_ids = sequence.ids[len(prompt_ids) : sequence.length].clone()
-        return result
-
-    def _round(
+    def generate(
         self,
-        sequence: Sequence,
-        limit: int,
-        stops: frozenset[int],
-        temperature: float,
-        generator: torch.Generator,
-        last_arm: str | None,
-    ) -> tuple[Round, bool]:
-        clock = _Clock(self.target.device)
-        state = self._state(sequence, limit, last_arm)
-        decision = self._decide(sequence, state)
-        runner = self.runners.get(decision.arm)
-        clock.lap("route")
+        prompts: Sequence[list[int]],
+        options: GenerationOptions | Sequence[GenerationOptions],
+        *,
+        max_rows: int = 8,
+    ) -> list[Generation]:
+        """Answer prompts, up to `max_rows` of them at a time, in the order given.
 
-        position, num_draft = sequence.anchor, decision.num_draft
-        if runner is not None and num_draft > 0:
-            runner.catch_up(sequence)
-        clock.lap("catch_up")
+        options: the same for all, or one for each. Raises: as `answer`, before anything is decoded.
+        """
+        answers: dict[int, Generation] = {}
+        for piece in self.stream_all(prompts, options, max_rows=max_rows):
+            if piece.generation is not None:
+                answers[piece.index] = piece.generation
+        return [answers[index] for index in range(len(prompts))]
 
-        drafts = sequence.ids[:0]
-        if runner is not None and num_draft > 0:
-            drafts = runner.draft(sequence, num_draft)
-        clock.lap("draft")
+    def stream(self, prompt_ids: list[int], options: GenerationOptions) -> Iterator[Piece]:
+        """Answer one prompt, a piece a round."""
+        return self.stream_all([prompt_ids], options, max_rows=1)
 
-        block = torch.cat([sequence.ids[position : position + 1], drafts])
-        rows = self.target.read(block, sequence.cache, last_only=False)
-        verdict = verify(rows.logits, drafts, temperature=temperature, generator=generator)
-        clock.lap("verify")
+    def stream_all(
+        self,
+        prompts: Sequence[list[int]],
+        options: GenerationOptions | Sequence[GenerationOptions],
+        *,
+        max_rows: int = 8,
+    ) -> Iterator[Piece]:
+        """Answer prompts together; each piece says whose it is, and the last brings the answer."""
+        requests = self._requests(prompts, options)
+        if max_rows < 1:
+            raise UserError(f"max_rows is {max_rows}: it must be 1 or more")
+        pieces = self._loop.run(requests, num_rows=min(max_rows, len(requests)))
+        return _in_inference_mode(pieces)
 
-        tokens = [*drafts[: verdict.accepted].tolist(), verdict.bonus]
-        tokens, stopped = _cut_at_stop(tokens, stops)
-        committed = torch.tensor(tokens, device=sequence.ids.device)
-        sequence.commit(committed, rows, num_read=len(tokens))
-        clock.lap("commit")
-        done = Round(
-            position=position,
-            arm=decision.arm,
-            num_draft=num_draft,
-            accepted=min(verdict.accepted, len(tokens)),
-            committed=len(tokens),
-            lag=state.lags.get(decision.arm, 0),
-            switched=last_arm is not None and last_arm != decision.arm,
-            reason=decision.reason,
-            seconds=clock.seconds,
-        )
-        return done, stopped
-
-    def _state(self, sequence: Sequence, limit: int, last_arm: str | None) -> RoundState:
-        """A round commits its drafts and one more token, so `room` drafts can still be of use."""
-        room = limit - sequence.length - 1
-        return RoundState(
-            position=sequence.anchor,
-            lags={arm: runner.lag(sequence) for arm, runner in self.runners.items()},
-            max_draft={PLAIN: 0}
-            | {arm: min(runner.max_draft, room) for arm, runner in self.runners.items()},
-            last_arm=last_arm,
-        )
-
-    def _decide(self, sequence: Sequence, state: RoundState) -> Decision:
-        belief = None
-        if self.policy.needs_features:
-            assert sequence.anchor_logits is not None
-            assert sequence.anchor_hidden is not None
-            features = router_features(
-                sequence.anchor_logits[None],
-                sequence.anchor_hidden[None],
-                torch.tensor([state.position], device=sequence.ids.device),
+    def _requests(
+        self,
+        prompts: Sequence[list[int]],
+        options: GenerationOptions | Sequence[GenerationOptions],
+    ) -> deque[Request]:
+        if isinstance(options, GenerationOptions):
+            options = [options] * len(prompts)
+        if len(options) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts, but options for {len(options)}")
+        for index, (prompt, wanted) in enumerate(zip(prompts, options, strict=True)):
+            try:
+                check_request(prompt, wanted, self.target.max_length)
+            except UserError as error:
+                where = f"prompt {index}: " if len(prompts) > 1 else ""
+                raise UserError(f"{where}{error}") from None
+        return deque(
+            make_request(
+                index,
+                prompt,
+                wanted,
+                stop_ids=self.target.stop_ids,
+                tokenizer=self.target.tokenizer,
             )
-            belief = self.policy.read(features)[0]
-        decision = self.policy.choose(belief, state)
-        if decision.arm not in state.max_draft:
-            raise ValueError(f"policy {self.policy.name} chose an unknown arm {decision.arm!r}")
-        return decision
-
-    def _check_room(self, prompt_ids: list[int], max_new_tokens: int) -> None:
-        if not prompt_ids:
-            raise UserError("the prompt is empty: the target needs at least one token to start")
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {max_new_tokens}: it must be 1 or more")
-        wanted = len(prompt_ids) + max_new_tokens
-        if wanted > self.target.max_length:
-            raise UserError(
-                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {max_new_tokens} = {wanted} "
-                f"exceeds the target's context of {self.target.max_length}"
-            )
+            for index, (prompt, wanted) in enumerate(zip(prompts, options, strict=True))
+        )
 
 
-class _Clock:
-    """Seconds between laps; waits for the GPU so that a phase pays for its own work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._device = device
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.seconds[phase] = now - self._last
-        self._last = now
-
-
-def _cut_at_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
-    """Nothing after the first stop token is emitted, counted or cached."""
-    for index, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: index + 1], True
-    return tokens, False
+def _in_inference_mode(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """But not the caller, while it has a piece."""
+    while True:
+        with torch.inference_mode():
+            piece = next(pieces, None)
+        if piece is None:
+            return
+        yield piece
 
 
 def decode_rounds(result: Generation) -> Iterator[tuple[Round, Int[Tensor, " N"]]]:

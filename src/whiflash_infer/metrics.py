@@ -83,6 +83,7 @@ def cell(
 
     tokens and seconds are those of rounds: the prompt pass and its token are reported apart. tau
     counts the bonus token, pooled over rounds; tau_prompt_mean is the mean of the prompts' means.
+    fallbacks: how often something failed and a safe arm answered, by what it was.
     """
     rounds = [r for a in answers for r in a.rounds]
     tokens = sum(a.generation.decoded_tokens for a in answers)
@@ -107,6 +108,7 @@ def cell(
         "round_ms": _percentiles(milliseconds),
         "acceptance_by_slot": acceptance_by_slot(rounds),
         "identical": _identical(answers, baseline),
+        "fallbacks": dict(sum((a.generation.fallbacks for a in answers), Counter[str]())),
     }
 
 
@@ -140,7 +142,7 @@ def acceptance_by_slot(rounds: Sequence[Round]) -> dict[str, list[float]]:
 
 def time_split(rounds: Sequence[Round], seconds: float) -> dict[str, float]:
     """Share of decode time in each phase; `host` is what lies between them."""
-    split = {p: _ratio(sum(r.seconds[p] for r in rounds), seconds) for p in PHASES}
+    split = {p: _ratio(sum(r.seconds.get(p, 0.0) for r in rounds), seconds) for p in PHASES}
     return {**split, "host": max(0.0, 1.0 - sum(split.values())) if seconds else 0.0}
 
 

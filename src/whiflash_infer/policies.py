@@ -1,14 +1,15 @@
 """Routing policies. All see only what is fixed before a draft of the round exists.
 
-A policy works in two steps, so that the costly one can be batched: `read` turns state features into
-beliefs, `choose` turns one belief and the round's bookkeeping into a decision.
+A policy works in two steps: `read` turns the state features of many texts into numbers on the
+device, which come to the host with the outcome of the round before; `choose` turns one text's row
+of them and the round's bookkeeping into a decision.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,11 +27,11 @@ class Policy(Protocol):
     name: str
     needs_features: bool
 
-    def read(self, features: Float[Tensor, "N F"]) -> Sequence[Any]:
-        """One belief for each row of `router_features`."""
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        """A belief, X numbers of the policy's own, for each row of `router_features`."""
         ...
 
-    def choose(self, belief: Any, state: RoundState) -> Decision: ...
+    def choose(self, belief: Sequence[float], state: RoundState) -> Decision: ...
 
 
 class StaticPolicy:
@@ -42,10 +43,10 @@ class StaticPolicy:
         self.arm = arm
         self.name = PLAIN if arm == PLAIN else f"static_{arm}"
 
-    def read(self, features: Float[Tensor, "N F"]) -> Sequence[None]:
-        return [None] * len(features)
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        return features[:, :0]
 
-    def choose(self, belief: None, state: RoundState) -> Decision:
+    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
         return Decision(self.arm, state.max_draft[self.arm])
 
 
@@ -62,13 +63,14 @@ class EntropyPolicy:
         self.threshold = threshold
         self.below, self.above = below, above
 
-    def read(self, features: Float[Tensor, "N F"]) -> Sequence[float]:
-        return feature_entropy(features).tolist()
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        return feature_entropy(features)[:, None]
 
-    def choose(self, belief: float, state: RoundState) -> Decision:
-        arm = self.below if belief < self.threshold else self.above
-        sign = "<" if belief < self.threshold else ">="
-        reason = f"entropy {belief:.2f} {sign} {self.threshold:.2f}"
+    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
+        (entropy,) = belief
+        arm = self.below if entropy < self.threshold else self.above
+        sign = "<" if entropy < self.threshold else ">="
+        reason = f"entropy {entropy:.2f} {sign} {self.threshold:.2f}"
         return Decision(arm, state.max_draft[arm], reason)
 
 
@@ -98,14 +100,16 @@ class HazardPolicy:
         self.switch_margin = switch_margin
 
     @torch.inference_mode()
-    def read(self, features: Float[Tensor, "N F"]) -> Sequence[Any]:
-        return list(expected_tokens(self.net(features)).cpu().numpy())
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        """Expected tokens by arm and draft length, laid out flat."""
+        return expected_tokens(self.net(features)).flatten(1)
 
-    def choose(self, belief: Any, state: RoundState) -> Decision:
-        """belief: expected tokens [arm, draft length] of one state."""
+    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
+        arms = self.net.config.arms
+        belief_by_arm = np.asarray(belief).reshape(len(arms), -1)
         value = 1.0 - self.lam * self.costs.seconds(PLAIN, 0, context=state.position, lag=0)
         scored = [(self._biased(PLAIN, value, state), PLAIN, 0, 1.0)]
-        for arm, gains in zip(self.net.config.arms, belief, strict=True):
+        for arm, gains in zip(arms, belief_by_arm, strict=True):
             longest = state.max_draft[arm]
             if longest == 0:
                 continue
@@ -132,10 +136,10 @@ class RandomPolicy:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def read(self, features: Float[Tensor, "N F"]) -> Sequence[None]:
-        return [None] * len(features)
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        return features[:, :0]
 
-    def choose(self, belief: None, state: RoundState) -> Decision:
+    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
         arm = self._random.choice(sorted(state.max_draft))
         longest = state.max_draft[arm]
         return Decision(arm, self._random.randint(1, longest) if longest else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from whiflash_infer.costs import CostModel
 from whiflash_infer.policies import EntropyPolicy, Policy
@@ -46,14 +45,19 @@ def replay(
     """Run a policy over conversations. max_draft: longest draft of each drafting arm."""
     total = ReplayResult()
     for conversation in conversations:
-        beliefs = policy.read(conversation.features)
+        beliefs = read_all(policy, conversation)
         total.add(replay_one(policy, beliefs, conversation, costs, max_draft))
     return total
 
 
+def read_all(policy: Policy, conversation: ConversationRounds) -> list[list[float]]:
+    """The policy's belief at every position."""
+    return policy.read(conversation.features).tolist()
+
+
 def replay_one(
     policy: Policy,
-    beliefs: Sequence[Any],
+    beliefs: Sequence[Sequence[float]],
     conversation: ConversationRounds,
     costs: CostModel,
     max_draft: dict[str, int],
@@ -113,8 +117,8 @@ def calibrate_entropy(
     Candidates are quantiles of the entropies seen, and both ends (always one arm).
     """
     policy = EntropyPolicy(0.0)
-    beliefs = [policy.read(c.features) for c in conversations]
-    seen = sorted(value for belief in beliefs for value in belief)
+    beliefs = [read_all(policy, c) for c in conversations]
+    seen = sorted(value for belief in beliefs for (value,) in belief)
     step = max(1, len(seen) // num_thresholds)
     candidates = [0.0, *seen[::step], seen[-1] + 1.0]
     best = (0.0, -1.0)

@@ -14,9 +14,10 @@ from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs, save_cos
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.router import RouterConfig, RouterNet
 from whiflash_infer.policies import EntropyPolicy, HazardPolicy, Policy, RandomPolicy, StaticPolicy
-from whiflash_infer.types import AR, DIFFUSION, PLAIN
+from whiflash_infer.types import AR, AR_TREE, DIFFUSION, DIFFUSION_TREE, PLAIN
 
-POLICIES = (PLAIN, f"static_{AR}", f"static_{DIFFUSION}", "entropy", "hazard", "random")
+STATIC = {f"static_{arm}": arm for arm in (AR, AR_TREE, DIFFUSION, DIFFUSION_TREE)}
+POLICIES = (PLAIN, *STATIC, "entropy", "hazard", "random")
 CONFIG, WEIGHTS, COSTS = "config.json", "model.safetensors", "costs.json"
 
 
@@ -41,12 +42,12 @@ class Router:
         """Raises: UserError for an unknown name, with the known ones."""
         makers = {
             PLAIN: lambda: StaticPolicy(PLAIN),
-            f"static_{AR}": lambda: StaticPolicy(AR),
-            f"static_{DIFFUSION}": lambda: StaticPolicy(DIFFUSION),
             "entropy": lambda: EntropyPolicy(self.settings.entropy_threshold),
             "hazard": self._hazard,
             "random": lambda: RandomPolicy(seed),
         }
+        if name in STATIC:
+            return StaticPolicy(STATIC[name])
         if name not in makers:
             raise UserError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
         return makers[name]()

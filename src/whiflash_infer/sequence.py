@@ -1,64 +1,121 @@
-"""One request being decoded: its tokens, and the target's view of them."""
+"""The texts being decoded: their committed tokens, and the target's features of them."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whiflash_infer.cache import TargetCache
-from whiflash_infer.types import TargetRows
+from whiflash_infer.cache import enlarged, grown, row_index
 
 
-class Sequence:
-    """Committed tokens, the target's cache and the tapped features of all but the anchor.
+class Texts:
+    """R rows, a text in each, in storage for C positions that is kept from text to text.
 
-    Everything is allocated for `capacity` positions at the start. With t committed tokens, rows
-    0..t-2 of `taps` are valid: they are the drafters' backlog, kept once and read by both.
+    With t committed tokens of a row, its features of positions 0..t-2 are valid: they are the
+    drafters' backlog, kept once and read by all. The anchor, at t-1, has none yet. keep_taps: there
+    are drafters who read them.
     """
 
-    def __init__(self, prompt_ids: Int[Tensor, " T"], cache: TargetCache, *, capacity: int) -> None:
-        self.ids = torch.empty(capacity, dtype=torch.long, device=prompt_ids.device)
-        self.ids[: len(prompt_ids)] = prompt_ids
-        self.length = len(prompt_ids)
-        self.cache = cache
-        self.anchor_logits: Float[Tensor, " V"] | None = None
-        self.anchor_hidden: Float[Tensor, " D"] | None = None
-        self._capacity = capacity
+    def __init__(self, device: torch.device, *, keep_taps: bool) -> None:
+        self.device = device
+        self._keep_taps = keep_taps
+        self.lengths: list[int] = []
+        self._ids = torch.zeros(0, 0, dtype=torch.long, device=device)
         self._taps: Tensor | None = None
 
-    def prefix(self, length: int) -> Sequence:
-        """The same request when it had `length` tokens; shares all storage."""
-        earlier = copy.copy(self)
-        earlier.length = length
-        return earlier
-
     @property
-    def anchor(self) -> int:
-        """Position n of the last committed token."""
-        return self.length - 1
+    def num_bytes(self) -> int:
+        return self._ids.nbytes + (0 if self._taps is None else self._taps.nbytes)
 
-    def taps(self, start: int, end: int) -> Float[Tensor, "N E"]:
-        """Features of positions start..end-1; all must lie before the anchor."""
+    def reserve(self, num_rows: int, capacity: int) -> None:
+        self.lengths.extend([0] * (num_rows - len(self.lengths)))
+        sizes = {0: len(self.lengths), 1: grown(self._ids.shape[1], capacity)}
+        if tuple(sizes.values()) != self._ids.shape:
+            self._ids = enlarged(self._ids, sizes)
+            if self._taps is not None:
+                self._taps = enlarged(self._taps, sizes)
+
+    def begin(
+        self, row: int, ids: Int[Tensor, " T"], taps: Float[Tensor, "T E"], first: Int[Tensor, ""]
+    ) -> None:
+        """A new text: a prompt that the target has read, and the token it answers first."""
+        self._ids[row, : len(ids)] = ids
+        self._ids[row, len(ids)] = first
+        self.lengths[row] = len(ids) + 1
+        if self._keep_taps:
+            if self._taps is None:
+                self._taps = taps.new_zeros((*self._ids.shape, taps.shape[1]))
+            self._taps[row, : len(ids)] = taps
+
+    def anchors(self, rows: Sequence[int]) -> list[int]:
+        """Positions n of the last committed tokens."""
+        return [self.lengths[row] - 1 for row in rows]
+
+    def ids(self, rows: Sequence[int], starts: Sequence[int], width: int) -> Int[Tensor, "B N"]:
+        """`width` tokens of each row from starts[b] on; behind the anchor they mean nothing."""
+        return self._window(self._ids, rows, starts, width)
+
+    def taps(
+        self, rows: Sequence[int], starts: Sequence[int], width: int
+    ) -> Float[Tensor, "B N E"]:
+        """Features of `width` positions of each row; from the anchor on they mean nothing."""
         assert self._taps is not None
-        assert end <= self.anchor
-        return self._taps[start:end]
+        return self._window(self._taps, rows, starts, width)
 
-    def commit(self, tokens: Int[Tensor, " N"], rows: TargetRows, *, num_read: int) -> None:
-        """Append tokens after a target pass whose first `num_read` rows read committed tokens.
+    def extend(
+        self,
+        rows: Sequence[int],
+        tokens: Int[Tensor, "B N"],
+        taps: Float[Tensor, "B N E"],
+    ) -> None:
+        """Write tokens behind the anchors, and the features of the anchors and of all but the last.
 
-        Their features and cache entries are kept, the rest is rolled back. The last of those rows
-        produced the new anchor, so its hidden state and logits become the state for routing.
+        More may be written than is committed: `commit` says how far the texts reach.
         """
-        first = self.cache.length - rows.taps.shape[0]
-        if self._taps is None:
-            shape = (self._capacity, rows.taps.shape[1])
-            self._taps = rows.taps.new_empty(shape)
-        self._taps[first : first + num_read] = rows.taps[:num_read]
-        self.cache.truncate(first + num_read)
-        last = num_read - rows.taps.shape[0] - 1 + rows.logits.shape[0]
-        self.anchor_logits, self.anchor_hidden = rows.logits[last], rows.hidden[last]
-        self.ids[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)
+        anchors = self.anchors(rows)
+        if len(rows) == 1:
+            (row,), (anchor,), width = rows, anchors, tokens.shape[1]
+            self._ids[row, anchor + 1 : anchor + 1 + width] = tokens[0]
+            if self._taps is not None:
+                self._taps[row, anchor : anchor + width] = taps[0]
+            return
+        index = torch.tensor(rows, device=self.device)[:, None]
+        first = torch.tensor(anchors, device=self.device)[:, None]
+        slots = first + torch.arange(tokens.shape[1], device=self.device)
+        self._ids[index, slots + 1] = tokens
+        if self._taps is not None:
+            self._taps[index, slots] = taps
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        self.lengths[row] += num_tokens
+
+    def move(self, source: int, target: int) -> None:
+        """The row `target` becomes what `source` was."""
+        length = self.lengths[target] = self.lengths[source]
+        self._ids[target, :length] = self._ids[source, :length]
+        if self._taps is not None:
+            self._taps[target, :length] = self._taps[source, :length]
+
+    def wipe(self, row: int) -> None:
+        """Zero the features behind the committed ones."""
+        if self._taps is not None:
+            self._taps[row, self.lengths[row] - 1 :] = 0.0
+
+    def clear(self, row: int) -> None:
+        """Forget a row; what overflowed in it must not reach the next text there."""
+        self.lengths[row] = 0
+        if self._taps is not None:
+            self._taps[row] = 0.0
+
+    def _window(
+        self, storage: Tensor, rows: Sequence[int], starts: Sequence[int], width: int
+    ) -> Tensor:
+        if all(start == starts[0] for start in starts):
+            return storage[row_index(rows, self.device), starts[0] : starts[0] + width]
+        index = torch.tensor(rows, device=self.device)[:, None]
+        first = torch.tensor(starts, device=self.device)[:, None]
+        slots = first + torch.arange(width, device=self.device)
+        return storage[index, slots.clamp(max=storage.shape[1] - 1)]

@@ -13,16 +13,30 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from whiflash_infer.artifacts import json_hash
-from whiflash_infer.cache import TargetCache
+from whiflash_infer.cache import Span, TargetCache, make_span
 from whiflash_infer.chat import Chat, ChatOptions, find_stop_ids
 from whiflash_infer.errors import UserError
+from whiflash_infer.masks import PassMask, causal
+from whiflash_infer.nets.layers import attend_cached, plain_strides
 from whiflash_infer.nets.shape import DrafterShape, check_tap_layer_ids, spread_tap_layer_ids
 from whiflash_infer.types import TargetRows, TeacherRows
 
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_MOST_SHAPES = 64  # of compiled passes; torch's own limit of 8 is for code that should be dynamic
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FOLDED = (
+    "folded_heads"  # our attention among those of transformers, which read meaning into "flash"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +101,8 @@ class Target:
         self.chat = Chat(tokenizer, stop_ids, chat_options)
         _refuse_recurrent(model, self.config)
         self.num_layers = int(self.config.num_hidden_layers)
+        self._windows = _windows(self.config)
+        self._masks = {kind: PassMask(_fold_attention(model)) for kind in (_FULL, _SLIDING)}
         try:
             if isinstance(tap_layer_ids, int):
                 tap_layer_ids = spread_tap_layer_ids(tap_layer_ids, self.num_layers)
@@ -96,6 +112,8 @@ class Target:
         self._decoder: nn.Module = model.get_decoder()  # pyright: ignore
         self._head: nn.Module = model.get_output_embeddings()  # pyright: ignore
         self._captured: dict[int | str, Tensor] = {}
+        self._static_pass: Any = model
+        self._last: Tensor | None = None  # of each row, the only token whose logits are wanted
         self._cache_argument = _cache_argument(model)
         for layer_id in self.tap_layer_ids:
             self.layer(layer_id).register_forward_hook(self._capture_output(layer_id))
@@ -191,32 +209,92 @@ class Target:
             dtype=str(self.dtype).removeprefix("torch."),
         )
 
-    def new_cache(self, capacity: int) -> TargetCache:
-        return TargetCache(self.num_layers, capacity)
+    def compile(self, *, backend: str = "inductor") -> None:
+        """Compile passes over static spans, once for every width and number of rows met."""
+        if self._static_pass is self.model:
+            limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(limit, _MOST_SHAPES)
+            self._static_pass = torch.compile(self.model, dynamic=False, backend=backend)
 
-    def read(self, ids: Int[Tensor, " Q"], cache: TargetCache, *, last_only: bool) -> TargetRows:
-        """Read Q tokens behind the cache; logits of all of them, or of the last one only."""
-        options = {self._cache_argument: cache, "logits_to_keep": 1 if last_only else 0}
-        output = self.model(ids[None], use_cache=True, **options)
-        return TargetRows(output.logits[0], self._captured["head"][0], self._taps()[0])
+    def new_cache(self) -> TargetCache:
+        return TargetCache(self._windows)
 
-    def read_batch(
+    def prefill(self, prompts: Sequence[list[int]], cache: TargetCache, row: int) -> TargetRows:
+        """Read the starts of texts into empty rows, from `row` on, in one pass.
+
+        Shorter ones are padded behind, where no token of theirs looks. logits and hidden are those
+        of each one's last token.
+        """
+        lengths = [len(ids) for ids in prompts]
+        rows, width = range(row, row + len(prompts)), max(lengths)
+        padded = [[*ids, *[0] * (width - len(ids))] for ids in prompts]
+        cache.current = make_span(rows, [0] * len(prompts), width, self.device)
+        self._last = torch.tensor(lengths, device=self.device) - 1
+        try:
+            positions = torch.arange(width, device=self.device).expand(len(prompts), -1)
+            ids = torch.tensor(padded, device=self.device)
+            read = self._forward(self.model, ids, cache, {"position_ids": positions})
+        finally:
+            self._last = None
+        for index, length in zip(rows, lengths, strict=True):
+            cache.kv.lengths[index] = length
+        return read
+
+    def read(
         self,
         ids: Int[Tensor, "B Q"],
-        mask: Bool[Tensor, "B T"],
-        positions: Int[Tensor, "B Q"],
+        depths: Int[Tensor, "B Q"],
+        block: Bool[Tensor, "B Q Q"] | None,
         cache: TargetCache,
-    ) -> Float[Tensor, "B V"]:
-        """Read Q tokens of B left-padded rows; logits of the last. `mask` covers the cache too."""
-        output = self.model(
-            ids,
-            attention_mask=mask.long(),
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        return output.logits[:, -1]
+        span: Span,
+    ) -> TargetRows:
+        """Read Q tokens of B rows behind what the cache holds of each, in one pass.
+
+        Token q of row b goes to slot starts[b] + q of the span and has the position
+        starts[b] + depths[b, q]. block: which of the Q tokens see which (the ancestors in a tree,
+        itself included); None: each those before it. The lengths of the cache are left to the
+        caller, who knows which of these tokens stay.
+        """
+        cache.current = span
+        starts = torch.tensor(span.starts, device=self.device)[:, None]
+        mask = None
+        if not self._sees_all(span):
+            block = causal(len(ids), span.width, self.device) if block is None else block
+            mask = self._mask(span, block, depths, cache)
+        options = {"attention_mask": mask, "position_ids": starts + depths}
+        model = self._static_pass if span.is_static else self.model
+        return self._forward(model, ids, cache, options)
+
+    def _sees_all(self, span: Span) -> bool:
+        """Whether every query sees every slot up to the span's end, so that it needs no mask."""
+        same = span.width == 1 and len(set(span.starts)) == 1 and not span.is_static
+        return same and not any(self._windows)
+
+    def _mask(
+        self,
+        span: Span,
+        block: Bool[Tensor, "B Q Q"],
+        depths: Int[Tensor, "B Q"],
+        cache: TargetCache,
+    ) -> Tensor | dict[str, Tensor]:
+        """As models take them: one for all layers, or by layer type where there are types."""
+        masks = {}
+        for kind, window in {(_SLIDING if window else _FULL, window) for window in self._windows}:
+            near = block
+            if window is not None:
+                near = block & (depths[:, :, None] - depths[:, None] < window)
+            mask = self._masks[kind].build(
+                span.starts, near, span.end, self.dtype, window=window, depths=depths
+            )
+            masks[kind] = mask[..., cache.first_seen(window) :]
+        typed = getattr(self.config, "layer_types", None)
+        return masks if typed and _SLIDING in typed else next(iter(masks.values()))
+
+    def _forward(
+        self, model: Any, ids: Int[Tensor, "B Q"], cache: TargetCache, options: dict[str, Any]
+    ) -> TargetRows:
+        output = model(ids, use_cache=True, **options, **{self._cache_argument: cache})
+        return TargetRows(output.logits, self._captured["head"], self._taps())
 
     def teach(self, ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> TeacherRows:
         """Taps and final hidden states of right-padded sequences, without the head."""
@@ -233,9 +311,12 @@ class Target:
         return hook
 
     def _enter_head(self, _module: nn.Module, inputs: Any) -> tuple[Tensor]:
-        """Keep what the head reads, and give it contiguous. Of the last rows of a batch, which are
-        not, torch makes a batched product with a frozen head, copying the head for every row."""
-        self._captured["head"] = inputs[0].contiguous()
+        """Keep what the head reads, and give it plain strides. Of the last rows of a batch, and of
+        one text's, torch makes a batched product with a frozen head, copying the head for it."""
+        hidden: Tensor = inputs[0]
+        if self._last is not None:
+            hidden = hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None]
+        self._captured["head"] = plain_strides(hidden)
         return (self._captured["head"],)
 
 
@@ -266,9 +347,55 @@ def _cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def _fold_attention(model: nn.Module) -> int:
+    """Give a model that runs on SDPA our attention over caches; query heads to a key head in it.
+
+    Models that Hugging Face runs otherwise (a soft cap, sinks) keep theirs, which folds nothing: 1.
+    """
+    config = model.config.get_text_config()  # pyright: ignore
+    if config._attn_implementation == "sdpa":
+        AttentionInterface.register(_FOLDED, _folded_attention)
+        AttentionMaskInterface.register(_FOLDED, sdpa_mask)
+        model.set_attn_implementation(_FOLDED)  # pyright: ignore
+    if config._attn_implementation != _FOLDED:
+        return 1
+    return config.num_attention_heads // config.num_key_value_heads
+
+
+def _folded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Of passes over a cache, whose masks are a `PassMask`; any other pass is left to SDPA.
+
+    A mask of ours has a row for every query and folded head, so its height tells it apart.
+    """
+    fold, width = query.shape[1] // key.shape[1], query.shape[2]
+    ours = attention_mask is not None and attention_mask.shape[2] == width * fold
+    if not ours and (attention_mask is not None or width > 1):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    return attend_cached(query, key, value, attention_mask, scale=scaling), None
+
+
+def _windows(config: PreTrainedConfig) -> list[int | None]:
+    """Of each layer, the positions it sees, itself included; None for all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:  # all layers are alike (Mistral)
+        return [window] * config.num_hidden_layers
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
 def _refuse_recurrent(model: nn.Module, config: PreTrainedConfig) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    odd = sorted(kinds - _ATTENTION_TYPES)
+    kinds = set(getattr(config, "layer_types", None) or [_FULL])
+    odd = sorted(kinds - {_FULL, _SLIDING})
     if odd or getattr(model, "_is_stateful", False):
         raise UserError(
             f"{config.model_type}: {f'layers of type {odd}' if odd else 'its layers'} keep a "

@@ -18,12 +18,14 @@ Masks are boolean, and True means keep.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 PLAIN, AR, DIFFUSION = "plain", "ar", "diffusion"
+AR_TREE, DIFFUSION_TREE = "ar_tree", "diffusion_tree"
 PHASES = ("route", "catch_up", "draft", "verify", "commit")
 
 
@@ -52,15 +54,15 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """One target pass over Q tokens.
+    """One target pass over Q tokens of B rows.
 
     logits and hidden cover the last `R` of them (all of them in verification, one in a prompt);
     hidden is the input of the output head, after the final norm.
     """
 
-    logits: Float[Tensor, "R V"]
-    hidden: Float[Tensor, "R D"]
-    taps: Float[Tensor, "Q E"]
+    logits: Float[Tensor, "B R V"]
+    hidden: Float[Tensor, "B R D"]
+    taps: Float[Tensor, "B Q E"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +74,18 @@ class TeacherRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """accepted drafts, and the target's own token after them (the bonus)."""
-
-    accepted: int
-    bonus: int
-
-
-@dataclass(frozen=True, slots=True)
 class Round:
-    """One finished round. `accepted` counts drafts kept after the cut by a stop token."""
+    """One finished round of one text. `accepted` counts drafts kept after the cut by a stop.
+
+    num_draft: drafts on the longest path; num_nodes: drafts that the target read, all paths.
+    seconds: by phase, this text's equal share where several were decoded together; empty when the
+    decoder was not asked for timing.
+    """
 
     position: int
     arm: str
     num_draft: int
+    num_nodes: int
     accepted: int
     committed: int
     lag: int
@@ -95,14 +95,17 @@ class Round:
 
     @property
     def total_seconds(self) -> float:
-        return sum(self.seconds.values())
+        return sum(self.seconds.values(), 0.0)
 
 
 @dataclass(slots=True)
 class Generation:
     """One answered prompt. `output_ids` includes the stop token when one was produced.
 
-    decode_seconds is the wall time of all rounds, with what lies between their phases.
+    finish_reason: stop_id | stop_string | length | error, and then `error` says what happened.
+    fallbacks: what went wrong on the way and was answered with a safe arm, with counts; it cost
+    time, but never changed the output. decode_seconds is the wall time of all rounds, with what
+    lies between their phases; texts that are decoded together share it.
     """
 
     prompt_length: int
@@ -110,9 +113,30 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    stopped: bool = False
+    finish_reason: str = ""
+    error: str = ""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def stopped(self) -> bool:
+        """By a stop token or string, before the limit."""
+        return self.finish_reason in ("stop_id", "stop_string")
 
     @property
     def decoded_tokens(self) -> int:
         """Tokens committed by rounds; the first output token comes from the prompt pass."""
         return sum(r.committed for r in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that were just committed to the answer of prompt number `index`.
+
+    round: that committed them; None for the first token, which the prompt pass produces.
+    generation: the whole answer, with its last piece.
+    """
+
+    index: int
+    ids: list[int]
+    round: Round | None
+    generation: Generation | None = None

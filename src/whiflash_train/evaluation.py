@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from whiflash_infer.artifacts import (
 from whiflash_infer.benchmark import Protocol, Question, run_policies
 from whiflash_infer.chat import TemplateRejects
 from whiflash_infer.costs import DeviceIdentity
-from whiflash_infer.drafters.base import DraftRunner
-from whiflash_infer.engine import RoutedDecoder, decode_rounds
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.load import chains
+from whiflash_infer.engine import decode_rounds
 from whiflash_infer.errors import UserError
 from whiflash_infer.metrics import Answer, by_policy, summarise
-from whiflash_infer.policies import Policy
+from whiflash_infer.policies import Policy, StaticPolicy
 from whiflash_infer.report import write_report
 from whiflash_infer.router import Router, load_router
+from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN
 from whiflash_train.data.selection import as_prompt, take_evenly
@@ -38,7 +41,7 @@ from whiflash_train.data.tally import BadRow, Tally
 from whiflash_train.loggers import log_evaluation
 from whiflash_train.preparation import build_sources
 from whiflash_train.progress import rate_bar
-from whiflash_train.runner import load_drafters, load_target
+from whiflash_train.runner import engine_settings, load_drafters, load_target
 from whiflash_train.side_by_side import show_side_by_side, side_by_side
 
 console = Console()
@@ -47,85 +50,41 @@ MADE_BY = "python train.py task=router"
 
 def evaluate(cfg: DictConfig) -> None:
     """Measure all policies and write metrics.json, rounds.parquet and report.html."""
-    target, runners, router = load_all(cfg)
+    target, arms, router = load_all(cfg)
+    settings = engine_settings(cfg, arms)
     questions, prompt_hash = load_questions(cfg, target, cfg.evaluate.limit)
-    policies = chosen_policies(router, list(cfg.evaluate.policies), cfg.seed)
+    policies = chosen_policies(router, list(cfg.evaluate.policies), arms, cfg.seed)
     protocol = Protocol(
         max_new_tokens=cfg.evaluate.max_new_tokens,
         temperature=cfg.evaluate.temperature,
         seed=cfg.seed,
         warmup_prompts=cfg.evaluate.warmup_prompts,
     )
-    answers = answer_with_progress(target, runners, policies, questions, protocol)
+    answers = answer_with_progress(target, arms, policies, questions, protocol, settings)
     report = summarise(answers, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed)
     metrics = {
         "header": header(cfg, target, len(questions), prompt_hash),
         "policies": {name: report[name] for name in cfg.evaluate.policies},
-        "side_by_side": slots_side_by_side(cfg, target, runners, answers, questions),
+        "side_by_side": slots_side_by_side(cfg, target, arms, answers, questions),
     }
     folder = Path(cfg.paths.evaluation)
     write_outputs(folder, metrics, answers, questions, target)
-    settings: Any = OmegaConf.to_container(cfg.logger, resolve=True)
-    log_evaluation(settings, str(folder), metrics)
+    logger: Any = OmegaConf.to_container(cfg.logger, resolve=True)
+    log_evaluation(logger, str(folder), metrics)
     show(metrics)
+    show_errors(answers)
     show_side_by_side(console, metrics["side_by_side"])
     if cfg.evaluate.note:
         console.print(cfg.evaluate.note)
     console.print(f"[bold]evaluation[/bold] written to {folder}", soft_wrap=True)
 
 
-def check_lossless(cfg: DictConfig) -> None:
-    """Token identity with plain greedy decoding, for every arm, policy and random switching.
-
-    Raises: UserError (a failing exit status) at any difference.
-    """
-    if cfg.dtype != "float32":
-        raise UserError(
-            f"check=lossless is exact only in float32, and dtype is {cfg.dtype}: add dtype=float32"
-        )
-    target, runners, router = load_all(cfg, allow_foreign=True)
-    questions, _ = load_questions(cfg, target, cfg.evaluate.lossless_prompts)
-    names = [*cfg.evaluate.policies, "random"]
-    table = Table(title=f"lossless check: {target.name}, float32, greedy, {len(questions)} prompts")
-    for title in ("policy", "identical", "rounds", "switches", "first difference"):
-        table.add_column(title)
-    length = cfg.evaluate.lossless_max_new_tokens
-    decoder = RoutedDecoder(target, runners, router.policy(PLAIN))
-    with console.status("plain decoding"):
-        plain = [decoder.generate(q.ids, max_new_tokens=length) for q in questions]
-    failures = 0
-    for name in [n for n in names if n != PLAIN]:
-        decoder.policy = router.policy(name, seed=cfg.seed)
-        same, rounds, switches, first = 0, 0, 0, ""
-        for question, reference in zip(questions, plain, strict=True):
-            with console.status(f"{name}: {question.id}"):
-                result = decoder.generate(question.ids, max_new_tokens=length)
-            rounds += len(result.rounds)
-            switches += sum(r.switched for r in result.rounds)
-            place = first_difference(reference.output_ids.tolist(), result.output_ids.tolist())
-            same += place is None
-            if place is not None and not first:
-                first = f"{question.id}, token {place}"
-        failures += len(questions) - same
-        table.add_row(name, f"{same}/{len(questions)}", str(rounds), str(switches), first)
-    console.print(table)
-    if failures:
-        raise UserError(f"{failures} answers differ from plain greedy decoding")
-
-
-def first_difference(expected: list[int], found: list[int]) -> int | None:
-    for index, (a, b) in enumerate(zip(expected, found, strict=False)):
-        if a != b:
-            return index
-    return None if len(expected) == len(found) else min(len(expected), len(found))
-
-
 def load_all(
     cfg: DictConfig, *, allow_foreign: bool = False
-) -> tuple[Target, dict[str, DraftRunner], Router]:
+) -> tuple[Target, dict[str, Arm], Router]:
     """Target, drafters and router, each refused when it was not made for the others."""
     target = load_target(cfg)
-    runners, lineage = load_drafters(cfg, target)
+    arms, lineage = load_drafters(cfg, target)
     path = Path(cfg.checkpoint)
     router = load_router(
         path,
@@ -138,7 +97,7 @@ def load_all(
     wanted = {f"{arm} drafter": facts for arm, facts in lineage.items()}
     require_match(path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}")
     warn_of_other_rendering(target, lineage)
-    return target, runners, router
+    return target, arms, router
 
 
 def load_questions(
@@ -174,31 +133,37 @@ def warn_of_other_rendering(target: Target, drafters: dict[str, Any]) -> None:
     for arm, facts in drafters.items():
         there = facts["chat"]
         if there is not None and there != here:
-            console.print(
-                f"[bold yellow]warning[/bold yellow]: the {arm} drafter was trained on "
-                f"conversations rendered with {there}, and this run renders with {here}: give both "
-                "the same chat.* options",
-                soft_wrap=True,
+            warn(
+                f"the {arm} drafter was trained on conversations rendered with {there}, and this "
+                f"run renders with {here}: give both the same chat.* options"
             )
 
 
-def chosen_policies(router: Router, names: list[str], seed: int) -> list[Policy]:
+def chosen_policies(
+    router: Router, names: list[str], arms: Mapping[str, Arm], seed: int
+) -> list[Policy]:
+    """Raises: UserError for a policy that does not exist, or whose arm is left out."""
     if PLAIN not in names:
         raise UserError("evaluate.policies must hold `plain`: every speed-up is against it")
-    return [router.policy(name, seed=seed) for name in names]
+    policies = [router.policy(name, seed=seed) for name in names]
+    for policy in policies:
+        if isinstance(policy, StaticPolicy) and policy.arm not in (PLAIN, *arms):
+            raise UserError(f"policy {policy.name}: arms.{policy.arm} is null, so there is no arm")
+    return policies
 
 
 def answer_with_progress(
     target: Target,
-    runners: dict[str, DraftRunner],
+    arms: dict[str, Arm],
     policies: list[Policy],
     questions: list[Question],
     protocol: Protocol,
+    settings: EngineSettings,
 ) -> list[Answer]:
     answers: list[Answer] = []
     total = len(policies) * len(questions)
     with rate_bar(console, "answering", total=total, unit="tokens") as advance:
-        for answer in run_policies(target, runners, policies, questions, protocol):
+        for answer in run_policies(target, arms, policies, questions, protocol, settings):
             answers.append(answer)
             advance(1, produced=len(answer.generation.output_ids))
     return answers
@@ -207,19 +172,19 @@ def answer_with_progress(
 def slots_side_by_side(
     cfg: DictConfig,
     target: Target,
-    runners: dict[str, DraftRunner],
+    arms: dict[str, Arm],
     answers: list[Answer],
     questions: list[Question],
 ) -> dict[str, Any]:
     """Acceptance by slot as training and as decoding have it."""
-    tasks = {arm: f"{arm}_drafter" for arm in runners}
+    tasks = {arm: f"{arm}_drafter" for arm in chains(arms)}
     manifests = {
         arm: read_manifest(Path(cfg.paths[task]), made_by=f"python train.py task={task}")
         for arm, task in tasks.items()
     }
     prompts = {q.id: q.ids for q in questions}
     with console.status("training pass over the answers"):
-        return side_by_side(target, runners, answers, prompts, manifests)
+        return side_by_side(target, arms, answers, prompts, manifests)
 
 
 def header(cfg: DictConfig, target: Target, num_prompts: int, prompt_hash: str) -> dict[str, Any]:
@@ -270,6 +235,7 @@ def rounds_table(answers: list[Answer]) -> pa.Table:
             "position": r.position,
             "arm": r.arm,
             "num_draft": r.num_draft,
+            "num_nodes": r.num_nodes,
             "accepted": r.accepted,
             "committed": r.committed,
             "lag": r.lag,
@@ -351,11 +317,16 @@ def show(metrics: dict[str, Any]) -> None:
         table.add_row(f"[bold]{category}[/bold]")
         for policy, report in policies.items():
             table.add_row(f"  {policy}", *_cells(report["by_category"][category]))
-    wide = Console(width=max(console.width, 132))
+    wide = _wide()
     wide.print(table)
     _show_lengths(policies)
     _show_time_split(policies, wide)
     _show_verdict(policies)
+    _show_fallbacks(policies)
+
+
+def _wide() -> Console:
+    return Console(width=max(console.width, 132))
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
@@ -416,3 +387,21 @@ def _show_verdict(policies: dict[str, Any]) -> None:
                 f"{name}: tau {one['tau']:.2f} is that of a nearly untrained drafter. Check the "
                 "chat template, tap layers, draft vocabulary, rope settings, dtype, training steps"
             )
+
+
+def _show_fallbacks(policies: dict[str, Any]) -> None:
+    for name, report in policies.items():
+        if counts := report["overall"]["fallbacks"]:
+            told = ", ".join(f"{what} {count}" for what, count in counts.items())
+            warn(f"{name}: something failed and a safe arm answered in its place: {told}")
+
+
+def show_errors(answers: list[Answer]) -> None:
+    """Answers that ended before their end, which every number above counts as they are."""
+    for answer in answers:
+        if error := answer.generation.error:
+            warn(f"{answer.policy}, prompt {answer.prompt_id}: {error}; its answer ends there")
+
+
+def warn(sentence: str) -> None:
+    console.print(f"[bold yellow]warning[/bold yellow]: {sentence}", soft_wrap=True)

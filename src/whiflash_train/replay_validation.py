@@ -71,7 +71,8 @@ class ReplayValidation(Callback):
         was_training = net.training
         policy = HazardPolicy(net, self._costs, lam=0.0, **self._options)
         with torch.no_grad():
-            beliefs = [policy.read(c.features.to(net.mean.device)) for c in self._conversations]
+            device = net.mean.device
+            beliefs = [policy.read(c.features.to(device)).tolist() for c in self._conversations]
         net.train(was_training)
 
         def run(lam: float) -> ReplayResult:

@@ -30,15 +30,16 @@ from torch.utils.data import DataLoader
 
 from whiflash_infer.artifacts import read_json, require_match, write_json
 from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
-from whiflash_infer.drafters.base import DraftRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
-from whiflash_infer.drafters.load import load_runners
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import DiffusionArm
+from whiflash_infer.drafters.load import load_arms
 from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.attention import choose_backend
 from whiflash_infer.nets.diffusion import DiffusionDrafter
+from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
-from whiflash_infer.types import DIFFUSION
+from whiflash_infer.types import DIFFUSION, PLAIN
 from whiflash_train.batches import Share
 from whiflash_train.callbacks import Checkpoints, RealTau, SkipNonFinite
 from whiflash_train.loggers import close_logger
@@ -80,20 +81,29 @@ def artifact_paths(cfg: DictConfig) -> dict[str, Path]:
     return {name: Path(path) for name, path in cfg.paths.items()}
 
 
-def load_drafters(cfg: DictConfig, target: Target) -> tuple[dict[str, DraftRunner], dict[str, Any]]:
-    """Both exported drafters of the configured folders.
+def load_drafters(cfg: DictConfig, target: Target) -> tuple[dict[str, Arm], dict[str, Any]]:
+    """The configured arms of both exported drafters, and what identifies the drafters.
 
     Raises: ArtifactError where one does not fit the target, or has another mask token.
     """
     paths = artifact_paths(cfg)
     path = paths["diffusion_drafter"]
-    runners, lineage = load_runners(paths["ar_drafter"], path, target)
-    block = runners[DIFFUSION]
-    assert isinstance(block, DiffusionRunner)
+    arms, lineage = load_arms(paths["ar_drafter"], path, target, build_section(cfg, "arms"))
+    block = arms[DIFFUSION]
+    assert isinstance(block, DiffusionArm)
     trained_with = {"mask_token_id": block.net.config.mask_token_id}
     wanted = {"mask_token_id": cfg.target.mask_token_id}
     require_match(path, trained_with, wanted, made_by="python train.py task=diffusion_drafter")
-    return runners, lineage
+    return arms, lineage
+
+
+def engine_settings(cfg: DictConfig, arms: Mapping[str, Arm]) -> EngineSettings:
+    """Raises: UserError for a safe arm that there is not."""
+    settings: EngineSettings = build_section(cfg, "decode")
+    known = (PLAIN, *arms)
+    if settings.safe_arm not in known:
+        raise UserError(f"decode.safe_arm is {settings.safe_arm!r}: choose from {', '.join(known)}")
+    return settings
 
 
 def configured_costs(cfg: DictConfig, target: Target) -> CostModel:

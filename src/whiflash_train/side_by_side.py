@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from whiflash_infer.drafters.base import DraftRunner
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.load import chains
 from whiflash_infer.metrics import Answer, acceptance_by_slot
 from whiflash_infer.target import Target
 from whiflash_infer.training_pass import rounds_of_training_pass
@@ -24,33 +25,34 @@ _ROWS = {
 
 def side_by_side(
     target: Target,
-    runners: Mapping[str, DraftRunner],
+    arms: Mapping[str, Arm],
     answers: Sequence[Answer],
     prompts: Mapping[str, list[int]],
     manifests: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Of every arm that a static policy used: shares of accepted drafts by slot, and their number.
+    """Of every chain that a static policy used: shares of accepted drafts by slot, and how many.
 
     decoded and training_pass are of the same rounds, so they agree but for rounding. validation is
     what the drafter's manifest remembers. It counts every anchor of other text, where decoding
     starts behind its last round and so visits hard places more often: it is shown, not judged.
+    manifests: by arm.
     """
     report = {}
-    for arm, runner in runners.items():
-        mine = [a for a in answers if a.policy == f"static_{arm}"]
+    for name, arm in chains(arms).items():
+        mine = [a for a in answers if a.policy == f"static_{name}"]
         decoded = [r for a in mine for r in a.rounds if r.num_draft]
         if decoded:
             passed = [
                 r
                 for a in mine
-                for r in rounds_of_training_pass(target, runner, prompts[a.prompt_id], a.generation)
+                for r in rounds_of_training_pass(target, arm, prompts[a.prompt_id], a.generation)
             ]
-            shares = acceptance_by_slot(decoded)[arm]
-            report[arm] = {
+            shares = acceptance_by_slot(decoded)[name]
+            report[name] = {
                 "drafts": [sum(r.num_draft > slot for r in decoded) for slot in range(len(shares))],
                 "decoded": shares,
-                "training_pass": acceptance_by_slot(passed)[arm],
-                "validation": validated(manifests[arm]),
+                "training_pass": acceptance_by_slot(passed)[name],
+                "validation": validated(manifests[name]),
             }
     return report
 

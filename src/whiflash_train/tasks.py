@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 from whiflash_infer.artifacts import require_match
 from whiflash_infer.checkpoint import Drafter, save_drafter
 from whiflash_infer.costs import CostModel
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.base import DraftRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.ar import ARArm, CachedAR
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.nets.diffusion import (
@@ -466,14 +466,15 @@ def _real_tau(
     fit = task.fit
     if fit.decode_prompts == 0:
         return []
-    runner: DraftRunner
-    if isinstance(net, ARDrafter):
-        assert isinstance(task, ARDrafterTask)
-        runner = ARRunner(net, target.tables, draft_length=task.draft_length)
-    else:
-        runner = DiffusionRunner(net, target.tables)
+
+    def chain() -> Arm:
+        if isinstance(net, ARDrafter):
+            assert isinstance(task, ARDrafterTask)
+            return ARArm(CachedAR(net, target.tables), draft_length=task.draft_length)
+        return DiffusionArm(CachedDiffusion(net, target.tables))
+
     prompts = prompts_of(held_out, fit.decode_prompts)  # pyright: ignore - rows are dicts
-    return [RealTau(target, runner, prompts, max_new_tokens=fit.decode_tokens)]
+    return [RealTau(target, chain, prompts, max_new_tokens=fit.decode_tokens)]
 
 
 def _passes(fit: FitSettings, workspace: Workspace) -> int:

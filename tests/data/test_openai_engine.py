@@ -18,12 +18,11 @@ from tests.data.fake_server import MODEL, FakeServer, Reply, asked, completion, 
 from whiflash_infer.chat import Chat, ChatOptions
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target
-from whiflash_train.data.engines import Answer, Job, Sampling
+from whiflash_train.data.engines import Answer, Job, Sampling, seed_of
 from whiflash_train.data.openai_engine import (
     OpenAIEngine,
     ServedEngine,
     pause,
-    seed_of,
     to_wire,
 )
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.fakes import SOFT_CE, TAPS, ar_config, block_objective, random_ids
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.ar import ARArm, CachedAR
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.labels import label_ar, label_diffusion
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
+from whiflash_infer.options import GenerationOptions
 from whiflash_infer.policies import RandomPolicy, StaticPolicy
 from whiflash_infer.target import Target
 from whiflash_infer.types import Generation
@@ -28,7 +29,7 @@ def text(target: Target) -> list[int]:
     """A prompt and its greedy answer."""
     prompt = random_ids(PROMPT, seed=0).tolist()
     plain = RoutedDecoder(target, {}, StaticPolicy("plain"))
-    return prompt + plain.generate(prompt, max_new_tokens=NEW).output_ids.tolist()
+    return prompt + plain.answer(prompt, GenerationOptions(max_new_tokens=NEW)).output_ids.tolist()
 
 
 def as_batch(text: list[int]) -> DrafterBatch:
@@ -44,9 +45,9 @@ def as_batch(text: list[int]) -> DrafterBatch:
 
 
 @pytest.fixture(scope="module", params=[(0, None), (8, 16)], ids=["plain", "markov-window"])
-def runners(
+def arms(
     request: pytest.FixtureRequest, target: Target, text: list[int]
-) -> dict[str, ARRunner | DiffusionRunner]:
+) -> dict[str, ARArm | DiffusionArm]:
     """Drafters trained on the text until they draft much of it, but not all."""
     torch.manual_seed(0)
     shape, tables, batch = target.drafter_shape, target.tables, as_batch(text)
@@ -95,25 +96,25 @@ def runners(
             optimizer.step()
         net.eval().requires_grad_(False)
     return {
-        "ar": ARRunner(ar, tables, draft_length=4),
-        "diffusion": DiffusionRunner(diffusion, tables),
+        "ar": ARArm(CachedAR(ar, tables), draft_length=4),
+        "diffusion": DiffusionArm(CachedDiffusion(diffusion, tables)),
     }
 
 
 @pytest.fixture(scope="module")
 def labels(
-    target: Target, text: list[int], runners: dict[str, ARRunner | DiffusionRunner]
+    target: Target, text: list[int], arms: dict[str, ARArm | DiffusionArm]
 ) -> dict[str, dict[int, int]]:
     """Accepted drafts by arm and position."""
     batch = as_batch(text)
     rows = OnlineTeacher(target)(batch)
     sequences = batch.ids, batch.lengths, rows, batch.anchors
-    ar, diffusion = runners["ar"], runners["diffusion"]
-    assert isinstance(ar, ARRunner)
-    assert isinstance(diffusion, DiffusionRunner)
+    ar, diffusion = arms["ar"], arms["diffusion"]
+    assert isinstance(ar, ARArm)
+    assert isinstance(diffusion, DiffusionArm)
     found = {
-        "ar": label_ar(ar.net, ar.tables, *sequences, draft_length=4),
-        "diffusion": label_diffusion(diffusion.net, diffusion.tables, *sequences),
+        "ar": label_ar(ar.net, ar.drafter.tables, *sequences, draft_length=4),
+        "diffusion": label_diffusion(diffusion.net, diffusion.drafter.tables, *sequences),
     }
     positions = batch.anchors[0].tolist()
     return {
@@ -125,11 +126,12 @@ def labels(
 def decode(
     target: Target,
     text: list[int],
-    runners: dict[str, ARRunner | DiffusionRunner],
+    arms: dict[str, ARArm | DiffusionArm],
     policy: StaticPolicy | RandomPolicy,
 ) -> Generation:
-    decoder = RoutedDecoder(target, runners, policy)
-    return decoder.generate(text[:PROMPT], max_new_tokens=NEW, stop_ids=frozenset())
+    decoder = RoutedDecoder(target, arms, policy)
+    options = GenerationOptions(max_new_tokens=NEW, stop_ids=frozenset())
+    return decoder.answer(text[:PROMPT], options)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,10 @@ def test_dense_labels_equal_what_the_decoder_accepts_at_every_visited_position(
     policy: StaticPolicy | RandomPolicy,
     target: Target,
     text: list[int],
-    runners: dict[str, ARRunner | DiffusionRunner],
+    arms: dict[str, ARArm | DiffusionArm],
     labels: dict[str, dict[int, int]],
 ) -> None:
-    result = decode(target, text, runners, policy)
+    result = decode(target, text, arms, policy)
     assert text[PROMPT:] == result.output_ids.tolist()
     visited = [r for r in result.rounds if r.arm != "plain" and r.num_draft]
     for done in visited:
@@ -155,8 +157,8 @@ def test_dense_labels_equal_what_the_decoder_accepts_at_every_visited_position(
 
 
 def test_trained_drafters_leave_the_greedy_text_in_fewer_rounds(
-    target: Target, text: list[int], runners: dict[str, ARRunner | DiffusionRunner]
+    target: Target, text: list[int], arms: dict[str, ARArm | DiffusionArm]
 ) -> None:
     for arm in ("ar", "diffusion"):
-        result = decode(target, text, runners, StaticPolicy(arm))
+        result = decode(target, text, arms, StaticPolicy(arm))
         assert result.decoded_tokens / len(result.rounds) > 1.5

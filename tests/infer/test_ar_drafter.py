@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.fakes import (
     FLAVOURS,
@@ -14,8 +15,10 @@ from tests.fakes import (
     random_rows,
     tiny_ar,
 )
-from whiflash_infer.cache import KVStore
+from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.sequence import Texts
+from whiflash_infer.target import TargetTables
 
 LENGTH, STEPS, ANCHOR = 14, 4, 6
 TAP = ODD_SHAPE.target_hidden_size
@@ -35,22 +38,25 @@ def unrolled(
     return torch.stack([hidden[0] for hidden in outputs])
 
 
-def cached(net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int) -> Tensor:
-    """The decoder's way: catch up on rows 0..anchor-1, then one row a step behind the cache."""
-    store = KVStore(2)
-    hidden = net.fuse(taps[:anchor])
-    joined, keys, values = net.entry(embeds[1 : anchor + 1], hidden, torch.arange(anchor))
-    store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
-    joined, hidden, outputs = joined[-1:], hidden[-1:], []
-    for step in range(steps):
-        position = torch.tensor([anchor - 1 + step])
-        if step > 0:
-            token = embeds[anchor + step : anchor + step + 1]
-            joined, keys, values = net.entry(token, hidden, position)
-            store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
-        hidden = net.step_cached(joined, hidden, position, *store.view())
-        outputs.append(hidden[0])
-    return torch.stack(outputs)
+def decoded(net: ARDrafter, embeds: Tensor, taps: Tensor, anchor: int, steps: int) -> Tensor:
+    """Logits of the decoder's chain, which is made to go on with the text's own tokens."""
+    table = F.pad(embeds, (0, 0, 0, ODD_SHAPE.vocab_size - LENGTH))  # token i stands at place i
+    drafter, texts = (
+        CachedAR(net, TargetTables(table, table, None)),
+        Texts(embeds.device, keep_taps=True),
+    )
+    for storage in (drafter, texts):
+        storage.reserve(1, LENGTH + STEPS)
+    texts.begin(0, torch.arange(anchor), taps[:anchor], torch.tensor(anchor))
+    drafter.catch_up(texts, [0])
+    seen: list[Tensor] = []
+
+    def forced(logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        seen.append(logits[0, net.vocabulary()])
+        return torch.tensor([anchor + 1 + step]), logits.softmax(-1)
+
+    ARArm(drafter, draft_length=steps).draft(texts, [0], [steps], forced)
+    return torch.stack(seen)
 
 
 def eagle3_in_plain_loops(
@@ -123,7 +129,7 @@ def test_the_training_unroll_equals_cached_decoding_of_the_same_tokens(
     anchors = [1, *torch.randperm(last, generator=torch.Generator().manual_seed(seed))[:4] + 1]
     outputs = unrolled(net, embeds, taps, [int(a) for a in anchors])
     for column, anchor in enumerate(anchors):
-        expected = net.logits(cached(net, embeds, taps, int(anchor), STEPS))
+        expected = decoded(net, embeds, taps, int(anchor), STEPS)
         found = net.logits(outputs[:, column])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

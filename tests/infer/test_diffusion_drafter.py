@@ -17,10 +17,12 @@ from tests.fakes import (
     random_rows,
     tiny_diffusion,
 )
-from whiflash_infer.cache import KVStore
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.labels import block_ids, previous_ids
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.nets.shape import check_tap_layer_ids, spread_tap_layer_ids
+from whiflash_infer.sequence import Texts
+from whiflash_infer.target import TargetTables
 
 LENGTH, ANCHOR, BLOCK = 24, 6, 5
 WIDTH = 3 * ODD_SHAPE.target_hidden_size
@@ -47,26 +49,35 @@ def block_of(ids: Tensor, anchor: int) -> Tensor:
     return TABLE[torch.tensor([int(ids[anchor])] + [MASK_ID] * (BLOCK - 1))]
 
 
+class Decoding:
+    """The decoder's way: context entries part by part, and the block behind the cache."""
+
+    def __init__(self, net: DiffusionDrafter, ids: Tensor, taps: Tensor) -> None:
+        self.drafter = CachedDiffusion(net, TargetTables(TABLE, HEAD, None))
+        self.ids, self.taps, self.texts = ids, taps, Texts(ids.device, keep_taps=True)
+        for storage in (self.drafter, self.texts):
+            storage.reserve(1, LENGTH + BLOCK)
+
+    def reach(self, anchor: int) -> None:
+        """Bring text and cache up to an anchor."""
+        self.texts.begin(0, self.ids[:anchor], self.taps[:anchor], self.ids[anchor])
+        self.drafter.catch_up(self.texts, [0])
+
+    def block(self, anchor: int) -> Tensor:
+        self.reach(anchor)
+        output = self.drafter.denoise(self.texts, [0])[0]
+        assert self.drafter.kv.lengths == [anchor]
+        return output
+
+    def drafts(self, anchor: int, num_draft: int) -> list[int]:
+        self.reach(anchor)
+        return DiffusionArm(self.drafter).draft(self.texts, [0], [num_draft]).tree.ids[0].tolist()
+
+
 def cached(net: DiffusionDrafter, ids: Tensor, taps: Tensor, anchor: int) -> Tensor:
-    """The decoder's way: context entries in two parts, then the block behind the caches."""
-    stores = [KVStore(2) for _ in net.layers]
-    for end in (anchor // 2, anchor):
-        follow(net, taps, stores, end)
-    return drafted(net, ids, stores, anchor)
-
-
-def follow(net: DiffusionDrafter, taps: Tensor, stores: list[KVStore], end: int) -> None:
-    """Bring the caches up to position `end`."""
-    positions = torch.arange(stores[0].length, end)
-    entries = net.context_entries(taps[positions], positions)
-    for store, (keys, values) in zip(stores, entries, strict=True):
-        store.append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
-
-
-def drafted(net: DiffusionDrafter, ids: Tensor, stores: list[KVStore], anchor: int) -> Tensor:
-    output = net.block_cached(block_of(ids, anchor), anchor + torch.arange(BLOCK), stores)
-    assert [store.length for store in stores] == [anchor] * len(stores)
-    return output
+    decoding = Decoding(net, ids, taps)
+    decoding.reach(anchor // 2)
+    return decoding.block(anchor)
 
 
 def drawn_window(anchor: int, slot: int) -> int:
@@ -137,12 +148,10 @@ def test_the_training_pass_equals_cached_decoding(anchor: int, window: int | Non
 def test_through_a_window_every_round_sees_the_keys_that_a_mask_drawn_by_hand_keeps() -> None:
     # Elsewhere a cache as long as the window gave away keys that the drafter still needed.
     net, ids, taps = inputs(8, sliding_window=WINDOW)
-    stores = [KVStore(2) for _ in net.layers]
+    decoding = Decoding(net, ids, taps)
     for anchor in (1, 5, 7, 8, 13, BEYOND):  # between them a block was drafted and given up
-        follow(net, taps, stores, anchor)
-        output = drafted(net, ids, stores, anchor)
         expected = dflash_in_plain_loops(net, ids, taps, anchor)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoding.block(anchor), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("row", range(BEYOND))
@@ -233,28 +242,28 @@ def test_training_logits_of_forced_tokens_are_those_of_decoding_the_same_tokens(
     weights = dict(net.named_parameters())
     codes, readout = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
     hidden = cached(net, ids, taps, ANCHOR)[1:]
-    drafts = net.drafts(hidden, ids[ANCHOR : ANCHOR + 1], HEAD)
+    drafts = Decoding(net, ids, taps).drafts(ANCHOR, BLOCK - 1)
     decoded, previous = [], int(ids[ANCHOR])
     for slot in hidden:
         decoded.append(HEAD @ slot + readout @ codes[previous])
         previous = int(decoded[-1].argmax())
-    assert drafts.tolist() == [int(logits.argmax()) for logits in decoded]
-    assert drafts.tolist() != (hidden @ HEAD.T).argmax(-1).tolist()
+    assert drafts == [int(logits.argmax()) for logits in decoded]
+    assert drafts != (hidden @ HEAD.T).argmax(-1).tolist()
 
     forced, places = ids[None].clone(), torch.tensor([[ANCHOR]])
-    forced[0, ANCHOR + 1 : ANCHOR + BLOCK] = drafts
+    forced[0, ANCHOR + 1 : ANCHOR + BLOCK] = torch.tensor(drafts)
     before = previous_ids(forced, torch.tensor([LENGTH]), places, BLOCK - 1)
     trained = packed(net, forced[0], taps, [ANCHOR])[:, 1:]
     found = net.draft_logits(trained, before[0], HEAD)
     torch.testing.assert_close(found[0], torch.stack(decoded), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_draft", range(BLOCK))
+@pytest.mark.parametrize("num_draft", range(1, BLOCK))
 def test_fewer_drafts_are_the_first_of_all_of_them(num_draft: int) -> None:
     net, ids, taps = inputs(11, markov_rank=3)
-    hidden, anchor_id = cached(net, ids, taps, ANCHOR)[1:], ids[ANCHOR : ANCHOR + 1]
-    drafts = net.drafts(hidden[:num_draft], anchor_id, HEAD)
-    assert drafts.tolist() == net.drafts(hidden, anchor_id, HEAD).tolist()[:num_draft]
+    decoding = Decoding(net, ids, taps)
+    drafts = decoding.drafts(ANCHOR, BLOCK - 1)
+    assert decoding.drafts(ANCHOR, num_draft) == drafts[:num_draft]
 
 
 def test_a_new_markov_head_changes_no_draft() -> None:

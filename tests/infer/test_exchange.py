@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.fakes import (
     ODD_SHAPE,
     TAP_SIZE,
+    drafted,
     prefilled,
     random_ids,
     random_rows,
@@ -34,7 +35,7 @@ from tests.infer.dialects import (
     outputs,
 )
 from whiflash_infer.checkpoint import Drafter, import_drafter, load_drafter
-from whiflash_infer.drafters.ar import ARRunner
+from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange import (
     Given,
@@ -614,11 +615,9 @@ def test_a_reduced_vocabulary_comes_back_with_the_same_maps_and_drafts(
     def drafts(drafter: ARDrafter) -> list[int]:
         found: list[int] = []
         for seed in range(6):
-            runner = ARRunner(drafter, target.tables, draft_length=4)
-            runner.start(32)
-            sequence = prefilled(target, random_ids(8, seed=seed))
-            runner.catch_up(sequence)
-            found += runner.draft(sequence, 4).tolist()
+            arm = ARArm(CachedAR(drafter, target.tables), draft_length=4)
+            texts, _ = prefilled(target, random_ids(8, seed=seed))
+            found += drafted(arm, texts, 4)
         return found
 
     expected = drafts(net)

@@ -15,7 +15,7 @@ from tests.fakes import tiny_ar, tiny_diffusion
 from tests.infer.dialects import DIALECTS, TAPS, direct_ar, direct_diffusion, outputs
 from whiflash_infer.artifacts import read_json
 from whiflash_infer.checkpoint import load_drafter
-from whiflash_infer.drafters.load import load_runners
+from whiflash_infer.drafters.load import load_arms
 from whiflash_infer.errors import ArtifactError
 from whiflash_infer.exchange import Given, read_drafter, write_drafter
 from whiflash_infer.exchange.__main__ import main
@@ -264,10 +264,10 @@ def test_public_drafters_converted_with_their_target_are_ready_to_run(
         options = ["--layout", layouts[kind], "--num-target-layers", "8"]
         assert main([str(theirs), str(tmp_path / kind), *options, *named]) == 0
         assert main([str(theirs), str(tmp_path / f"{kind}_alone"), *options]) == 0
-    runners, _ = load_runners(tmp_path / "ar", tmp_path / "diffusion", target)
-    assert (runners["ar"].max_draft, runners["diffusion"].max_draft) == (4, 4)
+    arms, _ = load_arms(tmp_path / "ar", tmp_path / "diffusion", target)
+    assert (arms["ar"].max_draft, arms["diffusion"].max_draft) == (4, 4)
     with pytest.raises(ArtifactError, match="config_hash: the artefact has None"):
-        load_runners(tmp_path / "ar_alone", tmp_path / "diffusion", target)
+        load_arms(tmp_path / "ar_alone", tmp_path / "diffusion", target)
 
 
 def test_a_drafter_of_another_target_is_not_converted_for_this_one(

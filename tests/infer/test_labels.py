@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes import TAP_SIZE, prefilled, random_ids, tiny_ar, tiny_diffusion
+from tests.fakes import TAP_SIZE, drafted, prefilled, random_ids, tiny_ar, tiny_diffusion
 from whiflash_infer import labels
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.ar import ARArm, CachedAR
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.labels import (
     DraftLabels,
     following,
@@ -36,13 +37,11 @@ class Drafting:
     def drafts(self, ids: Tensor) -> list[int]:
         """What a fresh decoder drafts after the last of `ids`."""
         if self.kind.startswith("ar"):
-            runner = ARRunner(self.ar, self.target.tables, draft_length=LONGEST)
+            arm: Arm = ARArm(CachedAR(self.ar, self.target.tables), draft_length=LONGEST)
         else:
-            runner = DiffusionRunner(self.diffusion, self.target.tables)
-        runner.start(64)
-        sequence = prefilled(self.target, ids)
-        runner.catch_up(sequence)
-        return runner.draft(sequence, LONGEST).tolist()
+            arm = DiffusionArm(CachedDiffusion(self.diffusion, self.target.tables))
+        texts, _ = prefilled(self.target, ids)
+        return drafted(arm, texts, LONGEST)
 
     def labels(self, ids: Tensor, lengths: Tensor, anchors: Tensor) -> DraftLabels:
         mask = torch.arange(ids.shape[1]) < lengths[:, None]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ def a_round(arm: str, drafted: int, accepted: int, *, switched: bool = False) ->
         position=0,
         arm=arm,
         num_draft=drafted,
+        num_nodes=drafted,
         accepted=accepted,
         committed=accepted + 1,
         lag=0,
@@ -33,6 +36,7 @@ def answer(
     prompt: str = "a",
     category: str = "chat",
     length: int = 3,
+    fallbacks: dict[str, int] | None = None,
 ) -> Answer:
     tokens = 1 + sum(r.committed for r in rounds)
     generation = Generation(
@@ -41,6 +45,7 @@ def answer(
         rounds=rounds,
         prefill_seconds=0.5,
         decode_seconds=seconds,
+        fallbacks=Counter(fallbacks or {}),
     )
     return Answer(prompt, category, policy, generation)
 
@@ -70,6 +75,27 @@ def test_tau_is_pooled_over_rounds_and_also_a_mean_of_prompts() -> None:
     found = cell([many, few], [many, few], bootstrap=10, seed=0)
     assert found["tau"] == pytest.approx((9 * 1 + 5) / 10)
     assert found["tau_prompt_mean"] == pytest.approx((1 + 5) / 2)
+
+
+def test_fallbacks_are_counted_by_kind_over_all_prompts() -> None:
+    rounds = [a_round("plain", 0, 0)]
+    failing = [
+        answer("x", rounds, seconds=1.0, fallbacks={"router": 1, "ar drafter": 2}),
+        answer("x", rounds, seconds=1.0, fallbacks={"ar drafter": 3}),
+    ]
+    assert cell(failing, failing, bootstrap=10, seed=0)["fallbacks"] == {
+        "router": 1,
+        "ar drafter": 5,
+    }
+    sound = [answer("x", rounds, seconds=1.0)]
+    assert cell(sound, sound, bootstrap=10, seed=0)["fallbacks"] == {}
+
+
+def test_rounds_that_were_not_timed_have_no_phases() -> None:
+    untimed = replace(a_round("ar", 4, 3), seconds={})
+    mine = [answer("x", [untimed], seconds=0.2)]
+    found = cell(mine, mine, bootstrap=10, seed=0)
+    assert found["time_split"] == {**dict.fromkeys(PHASES, 0.0), "host": 1.0}
 
 
 def test_acceptance_of_a_slot_is_the_share_of_drafts_made_there() -> None:

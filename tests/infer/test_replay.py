@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from whiflash_infer.types import Decision, RoundState
 
 HERE = DeviceIdentity(device="abacus", threads=1, dtype="float32")
 MAX_DRAFT = {"ar": 2, "diffusion": 3}
+BELIEF = [1.0, 1.9, 2.5, 2.5, 1.0, 1.8, 2.4, 2.9]  # of both arms, lengths 0 to 3 of each
 
 
 def costs(*, per_context: float = 0.0, lag: float = 0.0) -> CostModel:
@@ -61,11 +63,11 @@ def test_lags_and_switches_are_priced_as_they_arise() -> None:
     class Script(StaticPolicy):
         arms = iter(["ar", "plain", "diffusion", "ar"])
 
-        def choose(self, belief: None, state: RoundState) -> Decision:
+        def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
             return Decision(next(self.arms), 0 if state.position == 11 else 1)
 
     one = conversation([0] * 4, [0] * 4)
-    result = replay_one(Script("ar"), [None] * 4, one, costs(lag=1.0), MAX_DRAFT)
+    result = replay_one(Script("ar"), [[]] * 4, one, costs(lag=1.0), MAX_DRAFT)
     # ar at 10 (lag 10), plain at 11, diffusion at 12 (lag 12), ar at 13 (lag 3)
     fixed = [1.2 + 0.2 + 0.01, 1.1, 1.2 + 0.3 + 0.02, 1.2 + 0.2 + 0.01]
     assert result.seconds == pytest.approx(sum(fixed) + 4 * 0.05 + 10 + 12 + 3)
@@ -91,7 +93,11 @@ def test_the_price_is_the_throughput_it_achieves_and_no_other_price_does_better(
                 for k in range(4):
                     gains[row, 0, k] = 1 + min(a, k)
                     gains[row, 1, k] = 1 + min(d, k)
-            total.add(replay_one(Knowing(lam), list(gains), text, costs(), MAX_DRAFT))
+            total.add(
+                replay_one(
+                    Knowing(lam), gains.reshape(len(text), -1).tolist(), text, costs(), MAX_DRAFT
+                )
+            )
         return total
 
     trace = solve_price(run)
@@ -128,24 +134,22 @@ def test_the_hazard_policy_takes_the_best_arm_and_length_by_enumeration(lam: flo
     net = RouterNet(RouterConfig(num_features=6, width=2, max_draft=MAX_DRAFT))
     model = costs(lag=0.03)
     policy = HazardPolicy(net, model, lam=lam)
-    belief = np.array([[1.0, 1.9, 2.5, 2.5], [1.0, 1.8, 2.4, 2.9]])
     options = {("plain", 0): 1.0 - lam * (1.1 + 0.05)}
     for (row, arm), longest in zip(enumerate(MAX_DRAFT), MAX_DRAFT.values(), strict=True):
         for k in range(1, longest + 1):
             drafting = {"ar": 0.2 * k, "diffusion": 0.3}[arm]
             catch_up = {"ar": 0.01, "diffusion": 0.02}[arm] + 0.03
             seconds = 1.1 + k / 10 + 0.05 + drafting + catch_up
-            options[arm, k] = belief[row, k] - lam * seconds
-    decision = policy.choose(belief, state())
+            options[arm, k] = BELIEF[4 * row + k] - lam * seconds
+    decision = policy.choose(BELIEF, state())
     assert (decision.arm, decision.num_draft) == max(options, key=lambda o: options[o])
 
 
 def test_an_arm_that_may_draft_nothing_more_is_not_chosen() -> None:
     net = RouterNet(RouterConfig(num_features=6, width=2, max_draft=MAX_DRAFT))
     policy = HazardPolicy(net, costs(), lam=0.0)
-    belief = np.array([[1.0, 1.9, 2.5, 2.5], [1.0, 1.8, 2.4, 2.9]])
     only_plain = state(max_draft={"plain": 0, "ar": 0, "diffusion": 0})
-    assert policy.choose(belief, only_plain).arm == "plain"
+    assert policy.choose(BELIEF, only_plain).arm == "plain"
 
 
 def test_expected_tokens_sum_the_chances_of_surviving() -> None:

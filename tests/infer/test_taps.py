@@ -63,8 +63,9 @@ def test_taps_are_what_an_engine_captures_by_the_exported_config(
     inner = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert inner == list(tap_layer_ids)
     torch.testing.assert_close(taps, torch.cat([outputs[i + 1] for i in inner], dim=-1))
-    cache = target.new_cache(16)
-    torch.testing.assert_close(target.read(ids[0], cache, last_only=True).taps, taps[0])
+    cache = target.new_cache()
+    cache.kv.reserve(1, 16)
+    torch.testing.assert_close(target.prefill([ids[0].tolist()], cache, 0).taps, taps)
 
 
 def test_the_fusion_is_as_wide_as_there_are_taps() -> None:

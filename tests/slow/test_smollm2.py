@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tests.fakes import ar_config
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.ar import ARArm, CachedAR
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.labels import label_ar, label_diffusion
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
+from whiflash_infer.options import GenerationOptions
 from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.sources import PackagedGGUF
 from whiflash_infer.target import Target
@@ -26,6 +28,7 @@ from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 pytestmark = pytest.mark.slow
 PROMPTS = Path(__file__).parents[2] / "data_prep" / "prompts"
 TAPS, NEW = [1, 14, 26], 40
+GREEDY = GenerationOptions(max_new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def smollm2() -> Target:
 
 
 @pytest.fixture(scope="module")
-def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
+def arms(smollm2: Target) -> dict[str, Arm]:
     """Drafters as they are before training: started from the target, so right now and then."""
     torch.manual_seed(0)
     shape, taps = smollm2.drafter_shape, smollm2.tap_layer_ids
@@ -63,10 +66,13 @@ def runners(smollm2: Target) -> dict[str, ARRunner | DiffusionRunner]:
     )
     diffusion = DiffusionDrafter(config)
     start_diffusion(diffusion, smollm2)
-    tables = smollm2.tables
+    chain = CachedAR(ar.eval().requires_grad_(False), smollm2.tables)
+    block = CachedDiffusion(diffusion.eval().requires_grad_(False), smollm2.tables)
     return {
-        "ar": ARRunner(ar.eval().requires_grad_(False), tables, draft_length=5),
-        "diffusion": DiffusionRunner(diffusion.eval().requires_grad_(False), tables),
+        "ar": ARArm(chain, draft_length=5),
+        "ar_tree": ARArm(chain, draft_length=5, top_k=4, num_nodes=27),
+        "diffusion": DiffusionArm(block),
+        "diffusion_tree": DiffusionArm(block, num_nodes=24),
     }
 
 
@@ -94,7 +100,9 @@ def answers(smollm2: Target, prompts: list[list[int]]) -> list[list[int]]:
     [
         StaticPolicy("plain"),
         StaticPolicy("ar"),
+        StaticPolicy("ar_tree"),
         StaticPolicy("diffusion"),
+        StaticPolicy("diffusion_tree"),
         EntropyPolicy(1.0),
         RandomPolicy(0),
     ],
@@ -103,25 +111,27 @@ def answers(smollm2: Target, prompts: list[list[int]]) -> list[list[int]]:
 def test_greedy_output_equals_huggingface_generate(
     policy: Policy,
     smollm2: Target,
-    runners: dict[str, ARRunner | DiffusionRunner],
+    arms: dict[str, Arm],
     prompts: list[list[int]],
     answers: list[list[int]],
 ) -> None:
-    decoder = RoutedDecoder(smollm2, runners, policy)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert decoder.generate(prompt, max_new_tokens=NEW).output_ids.tolist() == answer
+    decoder = RoutedDecoder(smollm2, arms, policy)
+    for max_rows in (1, len(prompts)):
+        found = decoder.generate(prompts, GREEDY, max_rows=max_rows)
+        assert [answer.output_ids.tolist() for answer in found] == answers
 
 
 def test_dense_labels_equal_what_the_decoder_accepts(
     smollm2: Target,
-    runners: dict[str, ARRunner | DiffusionRunner],
+    arms: dict[str, Arm],
     prompts: list[list[int]],
     answers: list[list[int]],
 ) -> None:
-    decoder = RoutedDecoder(smollm2, runners, RandomPolicy(1))
-    ar, diffusion = runners["ar"], runners["diffusion"]
-    assert isinstance(ar, ARRunner)
-    assert isinstance(diffusion, DiffusionRunner)
+    chains = {name: arms[name] for name in ("ar", "diffusion")}
+    decoder = RoutedDecoder(smollm2, chains, RandomPolicy(1))
+    ar, diffusion = chains["ar"], chains["diffusion"]
+    assert isinstance(ar, ARArm)
+    assert isinstance(diffusion, DiffusionArm)
     for prompt, answer in zip(prompts, answers, strict=True):
         text = prompt + answer
         anchors = torch.arange(len(prompt), len(text) - 1)[None]
@@ -136,10 +146,12 @@ def test_dense_labels_equal_what_the_decoder_accepts(
         rows = OnlineTeacher(smollm2)(batch)
         sequences = batch.ids, batch.lengths, rows, anchors
         labels = {
-            "ar": label_ar(ar.net, ar.tables, *sequences, draft_length=5).accepted[0],
-            "diffusion": label_diffusion(diffusion.net, diffusion.tables, *sequences).accepted[0],
+            "ar": label_ar(ar.net, ar.drafter.tables, *sequences, draft_length=5).accepted[0],
+            "diffusion": label_diffusion(
+                diffusion.net, diffusion.drafter.tables, *sequences
+            ).accepted[0],
         }
-        for done in decoder.generate(prompt, max_new_tokens=NEW).rounds:
+        for done in decoder.answer(prompt, GREEDY).rounds:
             if done.num_draft:
                 label = int(labels[done.arm][done.position - len(prompt)])
                 assert done.accepted == min(label, done.num_draft)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tests.fakes import TAPS, tiny_ar, tiny_diffusion
+from tests.fakes import TAPS, committed, tiny_ar, tiny_diffusion
 from tests.tiny_training import FIT, Recorder, Stop, Training, changed, conversations
 from whiflash_infer.artifacts import read_json
-from whiflash_infer.drafters.ar import ARRunner
+from whiflash_infer.cache import KVCache
+from whiflash_infer.drafters.base import Arm, Drafter, Drafts, DrawDrafts
+from whiflash_infer.sequence import Texts
 from whiflash_infer.target import Target
+from whiflash_infer.trees import chain
 from whiflash_train.callbacks import RealTau, prompts_of
 from whiflash_train.start_up import (
     PassSize,
@@ -96,28 +100,44 @@ def test_the_prompt_of_a_conversation_ends_where_its_first_answer_begins() -> No
 def test_real_tau_is_tokens_a_round_of_what_the_engine_decodes(
     target: Target, tmp_path: Path
 ) -> None:
+    class Nothing(Drafter):
+        """Remembers no text."""
+
+        kv = KVCache(0)
+
+        def _follow(
+            self,
+            texts: Texts,
+            rows: Sequence[int],
+            starts: Sequence[int],
+            width: int,
+            *,
+            full: bool,
+        ) -> None: ...
+
     class Right:
         """Drafts what the target says, two tokens at a time."""
 
-        max_draft = 2
+        drafter: Drafter = Nothing()
+        max_draft = max_nodes = 2
+        can_draw = False
 
-        def start(self, capacity: int) -> None: ...
-
-        def lag(self, sequence: Any) -> int:
-            return 0
-
-        def catch_up(self, sequence: Any) -> None: ...
-
-        def draft(self, sequence: Any, num_draft: int) -> Tensor:
-            ids = sequence.ids[: sequence.length].tolist()
-            for _ in range(num_draft):
-                rows = target.model(torch.tensor([ids])).logits[0, -1]
-                ids.append(int(rows.argmax()))
-            return torch.tensor(ids[-num_draft:])
+        def draft(
+            self,
+            texts: Texts,
+            rows: Sequence[int],
+            num_draft: Sequence[int],
+            draw: DrawDrafts | None = None,
+        ) -> Drafts:
+            longest = max(num_draft)
+            texts_ids = [committed(texts, row).tolist() for row in rows]
+            ids = torch.tensor([greedy(target, [text], longest) for text in texts_ids])
+            finite = torch.ones(len(rows), dtype=torch.bool)
+            return Drafts(chain(ids, torch.tensor(list(num_draft))), finite)
 
     prompts = [[50, 60, 70], [80, 90]]
     # 7 tokens: the prompt pass gives 1, rounds of 3 and 3 the rest; unless the answer stops before.
-    decode = RealTau(target, Right(), prompts, max_new_tokens=7)
+    decode = RealTau(target, Right, prompts, max_new_tokens=7)
     assert not any(token in target.stop_ids for token in greedy(target, prompts, 7))
     recorder, metrics = Training(folder=tmp_path, callbacks=(decode,)).run()
     assert metrics["val/real_tau"] == 3.0
@@ -135,9 +155,11 @@ def greedy(target: Target, prompts: list[list[int]], count: int) -> list[int]:
 
 
 def test_prompts_without_room_for_an_answer_are_not_decoded(target: Target) -> None:
-    runner = ARRunner(tiny_ar(target.drafter_shape), target.tables, draft_length=2)
+    def unused() -> Arm:
+        raise AssertionError("nothing is decoded here")
+
     long = [[5] * (target.max_length - 3)]
-    callback = RealTau(target, runner, [*long, [5, 6]], max_new_tokens=4)
+    callback = RealTau(target, unused, [*long, [5, 6]], max_new_tokens=4)
     assert callback._prompts == [[5, 6]]
 
 

@@ -14,10 +14,11 @@ from tests.fakes import (
     ODD_SHAPE,
     TAPS,
     block_objective,
+    drafted,
     prefilled,
     tiny_diffusion,
 )
-from whiflash_infer.drafters.diffusion import DiffusionRunner
+from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.target import Target, TargetTables
 from whiflash_infer.types import TeacherRows
@@ -139,11 +140,9 @@ def partly_drafted(net: DiffusionDrafter, target: Target, batch: DrafterBatch) -
     """The text with some tokens that the drafter drafts there: behind 1 two, behind 5 one."""
     ids = batch.ids.clone()
     for anchor, count in ((1, 2), (5, 1)):
-        runner = DiffusionRunner(net, target.tables)
-        runner.start(16)
-        sequence = prefilled(target, ids[0, : anchor + 1])
-        runner.catch_up(sequence)
-        ids[0, anchor + 1 : anchor + 1 + count] = runner.draft(sequence, count)
+        arm = DiffusionArm(CachedDiffusion(net, target.tables))
+        texts, _ = prefilled(target, ids[0, : anchor + 1])
+        ids[0, anchor + 1 : anchor + 1 + count] = torch.tensor(drafted(arm, texts, count))
     return replace(batch, ids=ids)
 
 

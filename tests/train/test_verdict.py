@@ -21,6 +21,7 @@ def answer(policy: str, accepted: list[int], *, length: int = 3) -> Answer:
             position=3,
             arm=policy.removeprefix("static_"),
             num_draft=0 if policy == "plain" else 4,
+            num_nodes=0 if policy == "plain" else 4,
             accepted=count,
             committed=count + 1,
             lag=0,

@@ -73,12 +73,58 @@ def test_the_evaluation_has_a_row_for_every_policy_and_category(workplace: Path)
     assert (header["bonus_token"], header["batch"]) == ("counted", 1)
 
 
-def test_the_lossless_check_passes_in_float32_and_refuses_bfloat16(workplace: Path) -> None:
+def test_the_lossless_check_passes_in_float32(workplace: Path) -> None:
     output = run(workplace, "evaluate.py check=lossless dtype=float32")
-    assert output.count("2/2") == 5
-    refused = attempt(workplace, "evaluate.py check=lossless dtype=bfloat16")
-    assert refused.status == 2
-    assert "add dtype=float32" in refused.err
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in output.splitlines()]
+    policies = ["plain", "static_ar", "static_diffusion", "entropy", "hazard"]
+    policies += ["static_ar_tree", "static_diffusion_tree", "random"]
+    expected = [[policy, together, "2/2", "0"] for policy in policies for together in ("1", "8")]
+    assert [row for row in rows if row[-2:] == ["2/2", "0"]] == expected
+    assert "would have said 0 of its" in output
+
+
+def test_in_bfloat16_differences_are_told_with_their_gaps(workplace: Path) -> None:
+    told = attempt(workplace, "evaluate.py check=lossless dtype=bfloat16")
+    rows = [[cell.strip() for cell in line.split("│")[1:8]] for line in told.out.splitlines()]
+    rows = [row for row in rows if len(row) == 7 and row[2].endswith("/2")]
+    assert len(rows) == 16
+    for row in rows:
+        same, near = int(row[2].split("/")[0]), int(row[3])
+        assert bool(row[6]) == (same < 2)
+        assert near <= 2 - same
+    unexplained = sum(2 - int(row[2].split("/")[0]) - int(row[3]) for row in rows)
+    assert told.status == (2 if unexplained else 0)
+    assert "tokens otherwise" in told.out
+
+
+@pytest.mark.parametrize("options", ["", "decode.sync=eager"])
+def test_trees_are_measured_where_they_are_asked_for(workplace: Path, options: str) -> None:
+    trees = {"static_ar_tree": (4, 13), "static_diffusion_tree": (7, 11)}
+    run(
+        workplace,
+        f"evaluate.py evaluate.policies=[plain,static_ar,{','.join(trees)}] dtype=float32 "
+        "costs.allow_foreign=true paths.evaluation=trees arms.ar_tree.depth=4 "
+        f"arms.ar_tree.num_nodes=13 arms.diffusion_tree=11 {options}",
+    )
+    metrics = json.loads((workplace / "trees/metrics.json").read_text())
+    assert list(metrics["side_by_side"]) == ["ar"]
+    rounds = pq.read_table(workplace / "trees/rounds.parquet").to_pylist()
+    for policy, (deepest, num_nodes) in trees.items():
+        overall = metrics["policies"][policy]["overall"]
+        assert (overall["identical"], overall["fallbacks"]) == (1.0, {})
+        assert sum(overall["time_split"].values()) == pytest.approx(1.0)
+        mine = [r for r in rounds if r["policy"] == policy]
+        assert max(r["num_draft"] for r in mine) == deepest
+        assert max(r["num_nodes"] for r in mine) == num_nodes
+    chain = [r for r in rounds if r["policy"] == "static_ar"]
+    assert all(r["num_nodes"] == r["num_draft"] for r in chain)
+
+
+def test_without_trees_the_lossless_check_has_no_rows_of_them(workplace: Path) -> None:
+    off = "arms.ar_tree=null arms.diffusion_tree=null"
+    output = run(workplace, f"evaluate.py check=lossless dtype=float32 {off}")
+    assert "static_diffusion" in output
+    assert "tree" not in output
 
 
 def test_the_thinking_mode_is_remembered_and_another_one_is_warned_of(workplace: Path) -> None:
@@ -144,6 +190,17 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
         ("train.py task=router router.fit.max_steps=0", "max_steps is 0"),
         ("evaluate.py chekpoint=x", "Did you mean checkpoint"),
         ("evaluate.py evaluate.policies=[plain,hazrd]", "unknown policy 'hazrd'"),
+        (
+            "evaluate.py evaluate.policies=[plain,static_ar_tree] arms.ar_tree=null",
+            "policy static_ar_tree: arms.ar_tree is null, so there is no arm",
+        ),
+        ("evaluate.py arms.ar_tree.top_k=1", "arms.ar_tree.top_k is 1, but has to be"),
+        ("evaluate.py arms.draft_lenght=3", "Did you mean arms.draft_length"),
+        ("evaluate.py arms.draft_length=3", "'max_draft': 3, 'chat'"),
+        (
+            "evaluate.py decode.safe_arm=ar_trie",
+            "decode.safe_arm is 'ar_trie': choose from plain, ar, ar_tree",
+        ),
         (
             "data_prep/generate.py source=file source.file.path=absent.jsonl",
             "no data at absent.jsonl",

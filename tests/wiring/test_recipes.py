@@ -14,10 +14,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from tests.stages import ROOT, manifest_of, run
-from whiflash_infer.drafters.ar import ARRunner
-from whiflash_infer.drafters.diffusion import DiffusionRunner
-from whiflash_infer.drafters.load import load_runners
+from whiflash_infer.drafters.load import load_arms
 from whiflash_infer.engine import RoutedDecoder
+from whiflash_infer.options import GenerationOptions
 from whiflash_infer.policies import StaticPolicy
 from whiflash_infer.sources import RandomTiny
 from whiflash_infer.target import Target
@@ -97,13 +96,17 @@ def test_a_recipe_trains_both_drafters_to_folders_that_decode(recipe: str, tmp_p
         source.resolve(), name="tiny", tap_layer_ids=[1, 3, 4], dtype="bfloat16", device="cpu"
     )
     artifacts = folder / "artifacts/tiny"
-    runners, _ = load_runners(artifacts / "ar_drafter", artifacts / "diffusion_drafter", target)
-    assert isinstance(runners["ar"], ARRunner)
-    assert isinstance(runners["diffusion"], DiffusionRunner)
-    assert {arm: runner.max_draft for arm, runner in runners.items()} == {"ar": 7, "diffusion": 15}
+    arms, _ = load_arms(artifacts / "ar_drafter", artifacts / "diffusion_drafter", target)
+    assert {name: (arm.max_draft, arm.max_nodes) for name, arm in arms.items()} == {
+        "ar": (7, 7),
+        "ar_tree": (5, 27),
+        "diffusion": (15, 15),
+        "diffusion_tree": (15, 24),
+    }
     prompt = target.chat.prompt_ids([{"role": "user", "content": "What is a prime number?"}])
-    for arm in runners:
-        decoder = RoutedDecoder(target, {arm: runners[arm]}, StaticPolicy(arm))
-        answer = decoder.generate(prompt, max_new_tokens=8)
+    for arm in arms:
+        decoder = RoutedDecoder(target, {arm: arms[arm]}, StaticPolicy(arm))
+        answer = decoder.answer(prompt, GenerationOptions(max_new_tokens=8))
+        assert not answer.fallbacks
         assert 0 < len(answer.output_ids) <= 8
         assert all(r.committed >= 1 for r in answer.rounds)

@@ -178,14 +178,16 @@ class ARDrafter(nn.Module):
 
     def step_cached(
         self,
-        joined: Float[Tensor, "1 wide"],
-        hidden: Float[Tensor, "1 D"],
-        position: Int[Tensor, " 1"],
-        keys: Float[Tensor, "1 G T d"],
-        values: Float[Tensor, "1 G T d"],
-    ) -> Float[Tensor, "1 D"]:
-        """The state that one row hands over; the cache already holds the row's own entry."""
-        attended = attend_cached(self.query(joined, position), keys, values)
+        joined: Float[Tensor, "B Q wide"],
+        hidden: Float[Tensor, "B Q D"],
+        positions: Int[Tensor, "B Q"],
+        keys: Float[Tensor, "B G T d"],
+        values: Float[Tensor, "B G T d"],
+        mask: Float[Tensor, "B 1 QF T"] | None,
+    ) -> Float[Tensor, "B Q D"]:
+        """The states that rows hand over; the cache already holds their own entries."""
+        queries = self.query(joined, positions).transpose(1, 2)
+        attended = attend_cached(queries, keys, values, mask).flatten(2)
         return self.hand_over(self.midlayer.finish(hidden, attended))
 
     def unroll(

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whiflash_infer.cache import KVStore
+from whiflash_infer.cache import KVCache, Span
 from whiflash_infer.nets.attention import Backend, SharedAndOwn
 from whiflash_infer.nets.layers import GatedMLP, RMSNorm, Rotary, attend_cached, rotate
 from whiflash_infer.nets.shape import DrafterShape
@@ -180,28 +180,24 @@ class DiffusionDrafter(nn.Module):
 
     def block_cached(
         self,
-        embeds: Float[Tensor, "S D"],
-        positions: Int[Tensor, " S"],
-        stores: list[KVStore],
-    ) -> Float[Tensor, "S D"]:
-        """Denoise one block against caches of the context; leaves the caches as they were."""
+        embeds: Float[Tensor, "B S D"],
+        positions: Int[Tensor, "B S"],
+        cache: KVCache,
+        span: Span,
+        mask: Float[Tensor, "B 1 SF T"] | None,
+    ) -> Float[Tensor, "B S D"]:
+        """Denoise a block of each row against caches of the context; moves no length."""
         x, angles = embeds, self.rotary(positions)
-        first, mask = self._window(stores[0].length, len(embeds), embeds.device)
-        for layer, store in zip(self.decoder_layers, stores, strict=True):
-            normed = layer.input_layernorm(x)
-            length = store.length
-            keys, values = store.append(
-                layer.self_attn.keys(normed, angles).transpose(0, 1)[None],
-                layer.self_attn.values(normed).transpose(0, 1)[None],
+        for index, layer in enumerate(self.decoder_layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            keys, values = cache.write(
+                index,
+                attention.keys(normed, angles).transpose(1, 2),
+                attention.values(normed).transpose(1, 2),
+                span,
             )
-            attended = attend_cached(
-                layer.self_attn.queries(normed, angles),
-                keys[:, :, first:],
-                values[:, :, first:],
-                mask,
-            )
-            store.truncate(length)
-            x = layer.finish(x, attended)
+            queries = attention.queries(normed, angles).transpose(1, 2)
+            x = layer.finish(x, attend_cached(queries, keys, values, mask).flatten(2))
         return self.norm(x)
 
     def draft_logits(
@@ -213,22 +209,6 @@ class DiffusionDrafter(nn.Module):
         """What each slot says when the token before it is known; for an argmax (no softcap)."""
         logits = F.linear(hidden.to(head.dtype), head)
         return logits if self.markov_head is None else logits + self.markov_head(previous_ids)
-
-    def drafts(
-        self,
-        hidden: Float[Tensor, "K D"],
-        anchor_id: Int[Tensor, " 1"],
-        head: Float[Tensor, "V D"],
-    ) -> Int[Tensor, " K"]:
-        """The most likely tokens; with a Markov head from left to right, each after the last."""
-        logits = F.linear(hidden.to(head.dtype), head)
-        if self.markov_head is None:
-            return logits.argmax(-1)
-        tokens, previous = [anchor_id[:0]], anchor_id
-        for row in logits:
-            previous = (row + self.markov_head(previous)).argmax(-1)
-            tokens.append(previous)
-        return torch.cat(tokens)
 
     def blocks(
         self,
@@ -268,18 +248,3 @@ class DiffusionDrafter(nn.Module):
         slots = torch.arange(num_slots, device=anchors.device)
         ends = anchors[..., None] + slots - self.config.sliding_window
         return before[:, :, None] & (rows > ends[..., None])
-
-    def _window(
-        self, num_context: int, num_slots: int, device: torch.device
-    ) -> tuple[int, Bool[Tensor, "S T"] | None]:
-        """The first cached row that any slot of a block at `num_context` sees, and who sees what.
-
-        The mask covers the rows from there on, the block's own included; None hides nothing.
-        """
-        window = self.config.sliding_window
-        if window is None or num_context + num_slots <= window:
-            return 0, None
-        first = max(0, num_context - window + 1)
-        rows = torch.arange(first, num_context + num_slots, device=device)
-        slots = torch.arange(num_slots, device=device)[:, None]
-        return first, rows > num_context + slots - window

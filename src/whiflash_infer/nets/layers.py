@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -22,6 +22,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def widened(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """In float32, or in float64 where it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def plain_strides(x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+    """A copy laid out row after row; `contiguous` leaves a slice of a batch of one as it is."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class RMSNorm(nn.Module):
@@ -92,20 +97,22 @@ class GatedMLP(nn.Module):
 
 
 def attend_cached(
-    queries: Float[Tensor, "Q H d"],
-    keys: Float[Tensor, "1 G T d"],
-    values: Float[Tensor, "1 G T d"],
-    mask: Bool[Tensor, "Q T"] | None = None,
-) -> Float[Tensor, "Q H*d"]:
-    """Every query sees every key: decoding, where the cache holds exactly what may be seen.
+    queries: Float[Tensor, "B H Q d"],
+    keys: Float[Tensor, "B G T d"],
+    values: Float[Tensor, "B G T d"],
+    mask: Float[Tensor, "B 1 QF T"] | None,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "B Q H d"]:
+    """Attention over a cache; without a mask every query sees every key.
 
-    mask: for a window that slides from query to query.
+    The F query heads that share a key head become rows of one query block, a query's heads beside
+    each other, so that each key is read once: SDPA's own grouped mode reads them several times on
+    a CPU, and with a mask it would copy them for every head.
     """
-    # Heads that share keys become rows of one query block, so that each key is read once; SDPA's
-    # own grouped mode reads them several times on a CPU.
-    num_rows = len(queries)
-    folded = queries.transpose(0, 1).unflatten(0, (keys.shape[1], -1)).flatten(1, 2)
-    if mask is not None:
-        mask = mask.repeat(folded.shape[1] // num_rows, 1)
-    attended = F.scaled_dot_product_attention(folded[None], keys, values, attn_mask=mask)
-    return attended[0].unflatten(1, (-1, num_rows)).flatten(0, 1).transpose(0, 1).flatten(1)
+    groups, width = keys.shape[1], queries.shape[2]
+    grouped = queries.unflatten(1, (groups, -1)).transpose(2, 3)
+    attended = F.scaled_dot_product_attention(
+        grouped.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
+    )
+    return attended.unflatten(2, (width, -1)).transpose(1, 2).flatten(2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
@@ -77,3 +78,9 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """What the manifest tells of the engine: its kind, the model, whatever shapes answers."""
         ...
+
+
+def seed_of(seed: int, job_id: str) -> int:
+    """An answer's own seed. Below 2**31, as servers want it."""
+    digest = hashlib.sha256(f"{seed} {job_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 2**31

@@ -1,4 +1,4 @@
-"""The target writes the answers itself, a batch of prompts of like length at a time."""
+"""The target writes the answers itself, a number of prompts at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from whiflash_infer.batch import answer_batch
 from whiflash_infer.chat import Chat
+from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import UserError
+from whiflash_infer.options import GenerationOptions
+from whiflash_infer.policies import StaticPolicy
 from whiflash_infer.target import Target
+from whiflash_infer.types import PLAIN, Generation
 from whiflash_train.checks import checked
-from whiflash_train.data.engines import Answer, Job, Sampling
+from whiflash_train.data.engines import Answer, Job, Sampling, seed_of
 from whiflash_train.data.processes import Processes
 
 
@@ -34,27 +37,39 @@ class LocalEngine:
 class ConnectedLocalEngine:
     """Implements `Engine`.
 
-    Which prompts share a batch follows from the jobs alone, not from what is answered already nor
-    from the number of processes: rounding follows the batch, so a resumed run gives the very
-    answers of a straight one.
+    Every job has a seed of its own, so a sampled answer does not depend on the jobs beside it, on
+    what is answered already or on the number of processes; nor does a greedy one. Rounding does:
+    where two tokens are equally likely but for it, another run may take the other one.
     """
 
     def __init__(self, target: Target, batch_size: int) -> None:
         self.retries: Counter[str] = Counter()
         self.target = target
         self.batch_size = batch_size
+        self._decoder = RoutedDecoder(target, {}, StaticPolicy(PLAIN))
 
     def answers(
         self, jobs: list[Job], done: Container[str], sampling: Sampling
     ) -> Iterator[list[Answer]]:
+        """Each as soon as it ends. Prompts of like length come together: short rows read masked
+        slots beside long ones."""
         self._require_room(jobs, sampling.max_new_tokens)
-        ordered = sorted(jobs, key=lambda job: (len(job.prompt_ids), job.id))
         processes = Processes.here()
-        for index, start in enumerate(range(0, len(ordered), self.batch_size)):
-            batch = ordered[start : start + self.batch_size]
-            mine = index % processes.count == processes.index
-            if mine and any(job.id not in done for job in batch):
-                yield self._answer(batch, sampling, seed=sampling.seed + index)
+        ordered = sorted(jobs, key=lambda job: (len(job.prompt_ids), job.id))
+        mine = ordered[processes.index :: processes.count]
+        waiting = [job for job in mine if job.id not in done]
+        options = [
+            GenerationOptions(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=float(sampling.temperature),
+                seed=seed_of(sampling.seed, job.id),
+            )
+            for job in waiting
+        ]
+        prompts = [job.prompt_ids for job in waiting]
+        for piece in self._decoder.stream_all(prompts, options, max_rows=self.batch_size):
+            if piece.generation is not None:
+                yield [_answer(waiting[piece.index].id, piece.generation)]
 
     def _require_room(self, jobs: list[Job], max_new_tokens: int) -> None:
         """Raises: UserError when a prompt and its answer may be longer than the target reads."""
@@ -66,20 +81,6 @@ class ConnectedLocalEngine:
                 "or generate.max_prompt_tokens"
             )
 
-    def _answer(self, batch: list[Job], sampling: Sampling, *, seed: int) -> list[Answer]:
-        outputs = answer_batch(
-            self.target,
-            [job.prompt_ids for job in batch],
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            seed=seed,
-        )
-        stops = self.target.stop_ids
-        return [
-            Answer(job.id, "stop" if ids[-1] in stops else "length", ids=ids)
-            for job, ids in zip(batch, outputs, strict=True)
-        ]
-
     def target_identity(self) -> dict[str, str]:
         """The answers depend on the weights too."""
         found = self.target.identity()
@@ -87,3 +88,10 @@ class ConnectedLocalEngine:
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "local", "batch_size": self.batch_size}
+
+
+def _answer(job_id: str, generation: Generation) -> Answer:
+    if generation.finish_reason == "error":
+        return Answer(job_id, "failed", error=generation.error)
+    finish = "stop" if generation.stopped else "length"
+    return Answer(job_id, finish, ids=generation.output_ids.tolist())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import json
 import logging
@@ -22,7 +21,7 @@ from whiflash_infer.chat import Chat
 from whiflash_infer.errors import UserError
 from whiflash_infer.target import Target
 from whiflash_train.checks import checked
-from whiflash_train.data.engines import Answer, Job, Sampling
+from whiflash_train.data.engines import Answer, Job, Sampling, seed_of
 from whiflash_train.data.openai_wire import (
     MalformedError,
     first_choice,
@@ -372,12 +371,6 @@ def pause(error: Exception, times: int, backoff_s: float) -> float:
             return min(float(asked), _LONGEST_RETRY_AFTER_S)
     longest = min(backoff_s * 2.0 ** min(times - 1, 30), _LONGEST_PAUSE_S)
     return longest * random.uniform(0.75, 1.0)  # so that not all come back at once
-
-
-def seed_of(seed: int, job_id: str) -> int:
-    """Below 2**31, as servers want it."""
-    digest = hashlib.sha256(f"{seed} {job_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 2**31
 
 
 def _require_same_prompt(job: Job, theirs: list[int], url: str) -> None:

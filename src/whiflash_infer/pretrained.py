@@ -1,0 +1,263 @@
+"""A decoder's parts from folders: target, drafters and policy, each refused where it does not fit.
+
+What the drafters were trained on - the target's name, its tapped layers, how conversations are
+rendered - is read from their own files, so nobody has to say it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whiflash_infer.artifacts import MANIFEST, read_json, read_manifest, require_match
+from whiflash_infer.chat import ChatOptions
+from whiflash_infer.costs import DeviceIdentity
+from whiflash_infer.drafters.base import Arm
+from whiflash_infer.drafters.load import ArmSettings, load_arms
+from whiflash_infer.errors import ArtifactError, UserError
+from whiflash_infer.exchange import eagle3, zlab
+from whiflash_infer.exchange.files import CONFIG
+from whiflash_infer.policies import EntropyPolicy, HazardPolicy, Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.router import Router, load_router
+from whiflash_infer.target import Target, resolve_device
+from whiflash_infer.types import AR, DIFFUSION, PLAIN
+
+_LAYOUTS = {AR: ("eagle3", eagle3), DIFFUSION: ("zlab", zlab)}
+_ROUTER_MADE_BY = "python train.py task=router"
+_STATIC, _ROUTED = "static_", ("hazard", "entropy")  # the latter take their numbers from a router
+_ARMS = ArmSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a drafter folder says of the target that it was trained for."""
+
+    path: Path
+    target: str
+    tap_layer_ids: tuple[int, ...]
+    chat: Mapping[str, Any] | None
+
+
+def load_parts(
+    target: Target | str | Path,
+    *,
+    ar: str | Path | None = None,
+    diffusion: str | Path | None = None,
+    router: str | Path | None = None,
+    policy: Policy | str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    arms: ArmSettings = _ARMS,
+    allow_foreign_costs: bool = False,
+    chat_options: ChatOptions | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Target, dict[str, Arm], Policy]:
+    """What a `RoutedDecoder` is made of.
+
+    target: a Hugging Face id, a local folder, or one that is loaded already; then dtype, device and
+        chat_options are its own.
+    ar, diffusion, router: folders, as training and `whiflash_infer.exchange` write them.
+    policy: by name (plain, static_<arm>, random; with a router also hazard and entropy), or one of
+        your own. None: the router's hazard policy; without a router the one drafter that is given
+        drafts every round, and without drafters nothing is drafted.
+    allow_foreign_costs: use a router whose costs were measured on another device.
+    chat_options: None takes those that the drafters were trained with.
+
+    Raises: UserError or ArtifactError, which say what does not fit and what to do.
+    """
+    paths = {AR: _path(ar), DIFFUSION: _path(diffusion)}
+    facts = [_facts(arm, path, target) for arm, path in paths.items() if path is not None]
+    _require_agreement(facts)
+    if isinstance(target, Target):
+        _require_auto(dtype=dtype, device=device, chat_options=chat_options)
+    else:
+        target = _load_target(
+            target,
+            facts,
+            dtype=dtype,
+            device=device,
+            chat_options=chat_options,
+            trust_remote_code=trust_remote_code,
+        )
+    loaded, lineage = load_arms(paths[AR], paths[DIFFUSION], target, arms)
+    routing = None
+    if router is not None:
+        routing = _load_router(Path(router).expanduser(), target, lineage, allow_foreign_costs)
+    return target, loaded, choose_policy(policy, loaded, routing)
+
+
+def choose_policy(
+    wanted: Policy | str | None, arms: Mapping[str, Arm], router: Router | None
+) -> Policy:
+    """Raises: UserError for a policy that is unknown, or whose arms or router are missing."""
+    if not isinstance(wanted, str | None):
+        return wanted
+    name = wanted or _default_policy(arms, router)
+    policy = _policy(name, arms, router)
+    missing = sorted(_arms_of(policy) - {PLAIN, *arms})
+    if missing:
+        raise UserError(
+            f"the policy {name} chooses among arms that are not there: {', '.join(missing)}. "
+            f"Loaded are {_listed(arms)}; give the drafter that is missing, or another policy"
+        )
+    return policy
+
+
+def _default_policy(arms: Mapping[str, Arm], router: Router | None) -> str:
+    if router is not None:
+        return "hazard"
+    drafters = [arm for arm in (AR, DIFFUSION) if arm in arms]
+    if len(drafters) > 1:
+        raise UserError(
+            "there are two drafters, but no router to choose between them: give a router folder, "
+            f"or name a policy, such as {' or '.join(_STATIC + arm for arm in drafters)}"
+        )
+    return _STATIC + drafters[0] if drafters else PLAIN
+
+
+def _policy(name: str, arms: Mapping[str, Arm], router: Router | None) -> Policy:
+    statics = {PLAIN: PLAIN, **{_STATIC + arm: arm for arm in arms}}
+    if name in statics:
+        return StaticPolicy(statics[name])
+    if name == "random":
+        return RandomPolicy(0)
+    if name in _ROUTED and router is not None:
+        return router.policy(name)
+    if name in _ROUTED:
+        raise UserError(f"the policy {name} takes its numbers from a router: give a router folder")
+    known = [*statics, "random", *(_ROUTED if router is not None else ())]
+    raise UserError(f"unknown policy {name!r}: choose from {', '.join(known)}")
+
+
+def _arms_of(policy: Policy) -> set[str]:
+    if isinstance(policy, HazardPolicy):
+        return set(policy.net.config.arms)
+    return {policy.below, policy.above} if isinstance(policy, EntropyPolicy) else set()
+
+
+def _path(folder: str | Path | None) -> Path | None:
+    return None if folder is None else Path(folder).expanduser()
+
+
+def _facts(arm: str, path: Path, target: Target | str | Path) -> _Facts:
+    layout, module = _LAYOUTS[arm]
+    name = target.name if isinstance(target, Target) else target
+    convert = (
+        f"python -m whiflash_infer.exchange {path} NEW_FOLDER --layout {layout} --target {name}"
+    )
+    if not (path / MANIFEST).is_file():
+        state = f"has no {MANIFEST}" if path.exists() else "does not exist"
+        raise ArtifactError(
+            f"{path} {state}: the {arm} drafter has to be a folder that this program wrote. Train "
+            f"one with: python train.py task={arm}_drafter, or convert one of others with: "
+            f"{convert}"
+        )
+    manifest = read_manifest(path, made_by=f"python train.py task={arm}_drafter")
+    found = (read_json(path / CONFIG).get("architectures") or [None])[0]
+    if found not in module.ARCHITECTURES:
+        raise ArtifactError(
+            f"{path} holds a {found}, but the {arm} drafter has to be one of "
+            f"{', '.join(sorted(module.ARCHITECTURES))}"
+        )
+    if "name" not in (manifest.get("target") or {}) or not manifest.get("tap_layer_ids"):
+        raise ArtifactError(
+            f"{path / MANIFEST} does not say which target the drafter is for. Convert it again and "
+            f"name the target: {convert}"
+        )
+    taps = tuple(manifest["tap_layer_ids"])
+    return _Facts(path, manifest["target"]["name"], taps, manifest.get("chat"))
+
+
+def _require_agreement(facts: Sequence[_Facts]) -> None:
+    for field, what in (("target", "for the target"), ("tap_layer_ids", "on the layers")):
+        told = [f"{f.path} {what} {_shown(getattr(f, field))}" for f in facts]
+        if len({getattr(f, field) for f in facts}) > 1:
+            raise ArtifactError(
+                f"the drafters were not trained together: {', '.join(told)}. Train one of them "
+                f"again so that both have the same {field}"
+            )
+
+
+def _shown(value: str | tuple[int, ...]) -> str:
+    return repr(value if isinstance(value, str) else list(value))
+
+
+def _require_auto(*, dtype: str, device: str, chat_options: ChatOptions | None) -> None:
+    given = {"dtype": dtype != "auto", "device": device != "auto", "chat_options": chat_options}
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
+        raise UserError(
+            f"the target is loaded already, so {', '.join(named)} cannot be chosen here: "
+            "give it to Target.from_pretrained"
+        )
+
+
+def _load_target(
+    source: str | Path,
+    facts: Sequence[_Facts],
+    *,
+    dtype: str,
+    device: str,
+    chat_options: ChatOptions | None,
+    trust_remote_code: bool,
+) -> Target:
+    folder = Path(source).expanduser()
+    try:
+        return Target.from_pretrained(
+            str(folder if folder.is_dir() else source),
+            name=facts[0].target if facts else str(source),
+            tap_layer_ids=facts[0].tap_layer_ids if facts else (0,),  # which nobody reads
+            dtype=dtype,
+            device=_checked_device(device),
+            trust_remote_code=trust_remote_code,
+            chat_options=chat_options or _trained_rendering(facts),
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the target {source} cannot be loaded: {reason}") from None
+
+
+def _checked_device(device: str) -> str:
+    device = resolve_device(device)
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UserError(f"device is {device!r}: it must be auto, cpu, cuda or cuda:N") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is {device!r}, but this machine shows no CUDA GPU: use device cpu")
+    return device
+
+
+def _trained_rendering(facts: Sequence[_Facts]) -> ChatOptions | None:
+    """How the drafters' conversations were rendered, where they all say the same.
+
+    A jinja file is not among it: it has to be given, and a missing one is found by its hash.
+    """
+    told = [f.chat for f in facts]
+    if not told or told[0] is None or any(chat != told[0] for chat in told):
+        return None
+    return ChatOptions(**told[0])
+
+
+def _load_router(
+    path: Path, target: Target, lineage: Mapping[str, Any], allow_foreign: bool
+) -> Router:
+    here = DeviceIdentity.here(target.device, target.dtype)
+    router = load_router(path, here=here, target=target.name, allow_foreign=allow_foreign)
+    made_for = router.manifest.get("target", {})
+    require_match(path, made_for, target.identity().required(), made_by=_ROUTER_MADE_BY)
+    trained = router.manifest.get("drafters", {})
+    found = {f"{arm} drafter": facts for arm, facts in trained.items()}
+    wanted = {f"{arm} drafter": facts for arm, facts in lineage.items() if arm in trained}
+    made_by = f"python data_prep/log_rounds.py, then {_ROUTER_MADE_BY}"
+    require_match(path, found, wanted, made_by=made_by)
+    router.net.to(target.device)
+    return router
+
+
+def _listed(arms: Mapping[str, Arm]) -> str:
+    return ", ".join([PLAIN, *arms])
