@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from common import console
 from decoding import Bench, answer, decode_arguments, in_turns, load_bench, save_unless_quick
 from rich.table import Table
-from torch.nn import functional as F
 
 import whiflash_infer.drafters.diffusion as diffusion_module
 from whiflash_infer.engine import RoutedDecoder
+from whiflash_infer.nets.layers import head_product
 from whiflash_infer.options import GenerationOptions
 from whiflash_infer.types import AR, DIFFUSION, PLAIN
 
@@ -115,11 +114,11 @@ def clocks(bench: Bench, clock: Clock) -> Iterator[None]:
     for owner, name in doors:
         setattr(owner, name, clock.around(getattr(owner, name)))
     # The block drafter's head is the target's, so no network of its own has a door for it.
-    diffusion_module.__dict__["F"] = SimpleNamespace(**vars(F) | {"linear": clock.around(F.linear)})
+    diffusion_module.__dict__["head_product"] = clock.around(head_product)
     try:
         yield
     finally:
-        diffusion_module.__dict__["F"] = F
+        diffusion_module.__dict__["head_product"] = head_product
         for owner, name in doors:
             delattr(owner, name)
 

@@ -122,5 +122,6 @@ def _tell_flips(bench: _Bench) -> None:
     tokens = sum(len(answer.output_ids) for answer in bench.plain)
     console.print(
         f"read again {_WIDTH} tokens at a time, plain decoding would have said {flipped} of its "
-        f"{tokens} tokens otherwise"
+        f"{tokens} tokens otherwise",
+        soft_wrap=True,
     )

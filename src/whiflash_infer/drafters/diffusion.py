@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from whiflash_infer.cache import KVCache, Span, make_span
 from whiflash_infer.drafters.base import Drafter, Drafts, DrawDrafts, shortened
 from whiflash_infer.masks import PassMask
 from whiflash_infer.nets.diffusion import DiffusionDrafter
-from whiflash_infer.nets.layers import plain_strides
+from whiflash_infer.nets.layers import head_product
 from whiflash_infer.sequence import Texts
 from whiflash_infer.target import TargetTables
 from whiflash_infer.trees import TreeGrower, chain
@@ -103,8 +102,7 @@ class DiffusionArm:
         longest = max(num_draft)
         hidden = self.drafter.denoise(texts, rows)[:, 1 : longest + 1]
         anchor_ids = texts.ids(rows, texts.anchors(rows), 1)
-        head = self.drafter.tables.head
-        logits = F.linear(plain_strides(hidden).to(head.dtype), head)
+        logits = head_product(hidden, self.drafter.tables.head)
         if draw is not None:
             return self._drawn(logits, anchor_ids, num_draft, draw)
         paths = self.max_nodes if self._is_tree else 1

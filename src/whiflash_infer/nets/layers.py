@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+_FEW_ROWS = 16
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Of matrix products with `x`: autocast's, where that is on."""
@@ -27,6 +29,19 @@ def widened(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
 def plain_strides(x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
     """A copy laid out row after row; `contiguous` leaves a slice of a batch of one as it is."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def head_product(
+    hidden: Float[Tensor, "*N D"], head: Float[Tensor, "V D"]
+) -> Float[Tensor, "*N V"]:
+    """Logits of a few rows. In float32 on a CPU they come faster as the head times the rows: 8
+    against 38 ms for 7 rows of 49,152 words."""
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(head.dtype)
+    if rows.device.type == "cpu" and head.dtype == torch.float32 and len(rows) <= _FEW_ROWS:
+        logits = torch.mm(head, rows.T).T.contiguous()
+    else:
+        logits = F.linear(rows, head)
+    return logits.unflatten(0, hidden.shape[:-1])
 
 
 class RMSNorm(nn.Module):
