@@ -40,10 +40,10 @@ from rich.table import Table
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.metrics import bootstrap_ratio
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.types import DIFFUSION, PLAIN
+from whiflash_infer.types import DIFFUSION, DIFFUSION_TREE
 
 OURS, THEIRS, THEIR_PLAIN = "whiflash, block", "dflash, block", "dflash, plain"
-OUR_PLAIN = "whiflash, plain"
+OUR_TREE, NODES = "whiflash, tree over the block", 12
 DTYPES = ("float32", "bfloat16")
 RESAMPLES = 2000
 
@@ -126,10 +126,11 @@ def contestants(
     bench: Bench, child: Peer, new_tokens: int
 ) -> dict[str, Callable[[list[int]], Answered]]:
     wanted = GenerationOptions(max_new_tokens=new_tokens)
+    trees = bench.trees(NODES, NODES)
     return {
         OURS: partial(our_answer, bench.decoder(DIFFUSION), wanted),
         THEIRS: partial(child, new_tokens=new_tokens, block_size=None),
-        OUR_PLAIN: partial(our_answer, bench.decoder(PLAIN), wanted),
+        OUR_TREE: partial(our_answer, bench.decoder(DIFFUSION_TREE, trees), wanted),
         THEIR_PLAIN: partial(child, new_tokens=new_tokens, block_size=1),
     }
 
