@@ -5,7 +5,7 @@ it is kept), with the same target, the same block drafter, which it reads from o
 and the same threads, type, prompts and number of tokens. Greedy, prompt by prompt, in turns: only
 one of the two processes works at a time. First in float32, where both texts should be the same,
 then in bfloat16. Seconds are the wall time of whole answers, measured inside each process. Also
-compared is plain decoding of both: of ours the plain arm, of theirs a block of one token.
+compared are our tree over the same block, and plain decoding of theirs, a block of one token.
 """
 
 from __future__ import annotations
