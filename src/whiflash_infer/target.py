@@ -353,6 +353,8 @@ def _fold_attention(model: nn.Module) -> int:
     Models that Hugging Face runs otherwise (a soft cap, sinks) keep theirs, which folds nothing: 1.
     """
     config = model.config.get_text_config()  # pyright: ignore
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # pyright: ignore - SDPA would drop the cap
     if config._attn_implementation == "sdpa":
         AttentionInterface.register(_FOLDED, _folded_attention)
         AttentionMaskInterface.register(_FOLDED, sdpa_mask)
