@@ -86,7 +86,9 @@ def load_parts(
     loaded, lineage = load_arms(paths[AR], paths[DIFFUSION], target, arms)
     routing = None
     if router is not None:
-        routing = _load_router(Path(router).expanduser(), target, lineage, allow_foreign_costs)
+        routing = load_fitting_router(
+            Path(router).expanduser(), target, lineage, allow_foreign_costs
+        )
     return target, loaded, choose_policy(policy, loaded, routing)
 
 
@@ -243,9 +245,13 @@ def _trained_rendering(facts: Sequence[_Facts]) -> ChatOptions | None:
     return ChatOptions(**told[0])
 
 
-def _load_router(
+def load_fitting_router(
     path: Path, target: Target, lineage: Mapping[str, Any], allow_foreign: bool
 ) -> Router:
+    """A router on the target's device. lineage: what identifies the drafters (`load_arms`).
+
+    Raises: ArtifactError for one that was made for another target, other drafters or device.
+    """
     here = DeviceIdentity.here(target.device, target.dtype)
     router = load_router(path, here=here, target=target.name, allow_foreign=allow_foreign)
     made_for = router.manifest.get("target", {})

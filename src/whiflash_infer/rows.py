@@ -34,7 +34,7 @@ class Rows:
         """A prompt that the target has just read into its cache, and the token it says first."""
         self.texts.begin(row, ids, taps, first)
         for drafter in self.drafters:
-            drafter.begin(row)
+            drafter.clear(row)
 
     def commit(self, row: int, num_tokens: int) -> None:
         """Tokens stay; what was written behind them is rolled back by this alone."""

@@ -18,7 +18,6 @@ from whiflash_infer.artifacts import (
     json_hash,
     package_versions,
     read_manifest,
-    require_match,
     write_json,
 )
 from whiflash_infer.benchmark import Protocol, Question, run_policies
@@ -30,8 +29,9 @@ from whiflash_infer.engine import decode_rounds
 from whiflash_infer.errors import UserError
 from whiflash_infer.metrics import Answer, by_policy, summarise
 from whiflash_infer.policies import Policy, StaticPolicy
+from whiflash_infer.pretrained import load_fitting_router
 from whiflash_infer.report import write_report
-from whiflash_infer.router import Router, load_router
+from whiflash_infer.router import Router
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN
@@ -45,7 +45,6 @@ from whiflash_train.runner import engine_settings, load_drafters, load_target
 from whiflash_train.side_by_side import show_side_by_side, side_by_side
 
 console = Console()
-MADE_BY = "python train.py task=router"
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -85,17 +84,8 @@ def load_all(
     """Target, drafters and router, each refused when it was not made for the others."""
     target = load_target(cfg)
     arms, lineage = load_drafters(cfg, target)
-    path = Path(cfg.checkpoint)
-    router = load_router(
-        path,
-        here=DeviceIdentity.here(target.device, target.dtype),
-        target=target.name,
-        allow_foreign=allow_foreign or cfg.costs.allow_foreign,
-    )
-    require_match(path, router.manifest["target"], target.identity().required(), made_by=MADE_BY)
-    found = {f"{arm} drafter": facts for arm, facts in router.manifest["drafters"].items()}
-    wanted = {f"{arm} drafter": facts for arm, facts in lineage.items()}
-    require_match(path, found, wanted, made_by=f"python data_prep/log_rounds.py, then {MADE_BY}")
+    foreign = allow_foreign or cfg.costs.allow_foreign
+    router = load_fitting_router(Path(cfg.checkpoint), target, lineage, foreign)
     warn_of_other_rendering(target, lineage)
     return target, arms, router
 

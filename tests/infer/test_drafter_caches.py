@@ -299,7 +299,7 @@ def test_a_row_that_is_used_again_has_nothing_of_the_text_before(kind: str, targ
     drafted(scene.chain, scene.texts, 4)
     for seed, length in enumerate((2, 9)):
         begin_text(target, scene.texts, scene.cache, random_ids(length, seed=seed), row=0)
-        scene.drafter.begin(0)
+        scene.drafter.clear(0)
         assert scene.drafter.lag(scene.texts, 0) == length - 1
         anew, _ = prefilled(target, committed(scene.texts))
         fresh = chain_arm(tiny_drafter(kind, target))
@@ -322,7 +322,7 @@ def test_after_an_overflow_a_cleared_row_drafts_for_its_next_text_as_a_fresh_one
     for storage in (scene.texts, scene.cache.kv, scene.drafter):
         storage.clear(0)
     begin_text(target, scene.texts, scene.cache, random_ids(4, seed=11), row=0)
-    scene.drafter.begin(0)
+    scene.drafter.clear(0)
     scene.drafter.catch_up(scene.texts, [0, 1])
     again = scene.chain.draft(scene.texts, [0, 1], [4, 4])
     assert again.finite.tolist() == [True, True]

@@ -13,7 +13,7 @@ from tests.fakes import TAPS, tiny_ar, tiny_diffusion
 from tests.stages import ROOT
 from whiflash_infer.checkpoint import save_drafter
 from whiflash_infer.drafters.load import ArmSettings, ARTree, chains, load_arms
-from whiflash_infer.errors import UserError
+from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.settings import EngineSettings
@@ -106,6 +106,16 @@ def test_a_tree_wider_than_the_vocabulary_is_refused(
         load_arms(*folders, target, ArmSettings(ar_tree=ARTree(top_k=7)))
     with pytest.raises(UserError, match=r"arms.diffusion_tree is 262, .* from 2 to 261"):
         load_arms(*folders, target, ArmSettings(diffusion_tree=262))
+
+
+def test_a_drafter_in_the_place_of_the_other_is_refused_by_name(
+    folders: tuple[Path, Path], target: Target
+) -> None:
+    ar, diffusion = folders
+    with pytest.raises(ArtifactError, match=r"diffusion holds a DiffusionDrafter.*no ar drafter"):
+        load_arms(diffusion, None, target)
+    with pytest.raises(ArtifactError, match=r"ar holds a ARDrafter.*no diffusion drafter"):
+        load_arms(None, ar, target)
 
 
 def test_the_configuration_has_the_defaults_of_the_library() -> None:

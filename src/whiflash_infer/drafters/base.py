@@ -77,11 +77,8 @@ class Drafter(ABC):
     def move(self, source: int, target: int) -> None:
         self.kv.move(source, target)
 
-    def begin(self, row: int) -> None:
-        """A new text is in this row. What overflowed there before must not reach it."""
-        self.kv.clear(row)
-
     def clear(self, row: int) -> None:
+        """Forget a row; what overflowed in it must not reach the next text there."""
         self.kv.clear(row)
 
     def differs(self, texts: Texts, row: int) -> bool:

@@ -85,6 +85,11 @@ def load_arms(
             continue
         net, manifest = _load(drafter, path, target)
         arms |= _arms(net, target, manifest, settings)
+        if drafter not in arms:
+            raise ArtifactError(
+                f"{path} holds a {type(net).__name__}, which is no {drafter} drafter: give it in "
+                "the other's place"
+            )
         lineage[drafter] = {
             "weights": file_hash(path / WEIGHTS),
             "max_draft": arms[drafter].max_draft,
