@@ -6,12 +6,15 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+# A child that waits for another one which failed (torch waits half an hour) ends with the test.
+_LONGEST_S = 300
 
 
 def in_child(work: Callable[[], int], log: Path) -> int:
@@ -28,6 +31,7 @@ def in_child(work: Callable[[], int], log: Path) -> int:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        signal.alarm(_LONGEST_S)
         status = work()
     finally:
         os._exit(status)
@@ -36,6 +40,18 @@ def in_child(work: Callable[[], int], log: Path) -> int:
 def exit_status(pid: int) -> int:
     """Wait for a child: its exit status, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def free_port() -> int:
+    """A port of this machine that no outgoing connection is given meanwhile: those start higher."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as found:
+            try:
+                found.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def kill_after(pid: int, seconds: float) -> int:

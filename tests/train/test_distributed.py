@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.children import exit_status, in_child
+from tests.children import exit_status, free_port, in_child
 from tests.fakes import TAP_SIZE, tiny_ar, tiny_diffusion
 from tests.tiny_training import (
     Recorder,
@@ -33,12 +32,6 @@ from whiflash_train.distillation import SoftLoss
 from whiflash_train.module import Objective
 from whiflash_train.objectives import Mean, Outcome, ar_objective, diffusion_objective
 from whiflash_train.teacher import OnlineTeacher
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def two_ranks(
@@ -60,8 +53,8 @@ def two_ranks(
         for rank in range(2)
     ]
     statuses = [exit_status(pid) for pid in pids]
-    logs = "\n".join((folder / f"{rank}.log").read_text() for rank in range(2))
-    assert statuses == [0, 0], logs[-6000:]
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    assert statuses == [0, 0], "\n".join(log[-6000:] for log in logs)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 
-from tests.children import exit_status, in_child
+from tests.children import exit_status, free_port, in_child
 from tests.stages import attempt, run
 from whiflash_train.loggers import wandb_logger
 from whiflash_train.runner import local_rank
@@ -65,12 +64,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def assert_like_alone(workplace: Path, name: str) -> None:
     alone, found = (load_file(workplace / n / "model.safetensors") for n in ("alone", name))
     assert found.keys() == alone.keys()
@@ -89,7 +82,7 @@ def test_processes_that_a_launcher_started_train_together_and_one_of_them_writes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     name = launcher.__name__
     command = f"{TRAIN} {machine} paths.ar_drafter={name} hydra.run.dir={name}_run"
 
@@ -104,7 +97,7 @@ def test_processes_that_a_launcher_started_train_together_and_one_of_them_writes
     pids = [in_child(partial(process, rank), log) for rank, log in enumerate(logs)]
     statuses = [exit_status(pid) for pid in pids]
     told = [log.read_text() for log in logs]
-    assert statuses == [0, 0], "\n".join(told)[-6000:]
+    assert statuses == [0, 0], "\n".join(text[-6000:] for text in told)
     assert [text.count(f"written to {name}") for text in told] == [1, 0]
     assert_like_alone(workplace, name)
 
