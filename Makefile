@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
-EXTRAS ?= train,demo,dev
+EXTRAS ?= train,demo,sweeps,dev
 
 .DEFAULT_GOAL := help
 

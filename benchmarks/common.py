@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from whiflash_infer.artifacts import package_versions, write_json
-from whiflash_infer.costs import DeviceIdentity
+from whiflash_infer.routing.costs import DeviceIdentity
 
 RESULTS = Path(__file__).parent / "results"
 console = Console()

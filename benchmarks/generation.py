@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.sources import PackagedGGUF
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN

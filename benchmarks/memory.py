@@ -24,7 +24,7 @@ from rich.table import Table
 
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import RandomPolicy
+from whiflash_infer.routing.policies import RandomPolicy
 from whiflash_infer.types import AR, AR_TREE, DIFFUSION, DIFFUSION_TREE
 
 SETS = {

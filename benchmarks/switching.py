@@ -19,15 +19,17 @@ from common import console, rate_of
 from decoding import Bench, Timed, answer, decode_arguments, in_turns, load_bench, save_unless_quick
 from jaxtyping import Float
 from rich.table import Table
-from torch import Tensor
 
 from whiflash_infer.drafters.load import chains
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.features import NUM_SCALARS, router_features
 from whiflash_infer.nets.router import RouterConfig, RouterNet, expected_tokens
 from whiflash_infer.options import GenerationOptions
+from whiflash_infer.routing.features import NUM_SCALARS, router_features
+from whiflash_infer.routing.policies import BasePolicy
+from whiflash_infer.routing.policies.base import full_length
+from whiflash_infer.routing.protocol import Decisions, RoundStates
 from whiflash_infer.settings import EngineSettings, Sync
-from whiflash_infer.types import AR, DIFFUSION, PHASES, Decision, Generation, Round, RoundState
+from whiflash_infer.types import AR, DIFFUSION, PHASES, Generation, Round
 
 LIMIT = 0.04
 DEFAULT: Sync = "lazy_kv_only"
@@ -35,18 +37,20 @@ SYNCS: tuple[Sync, ...] = (DEFAULT, *(sync for sync in get_args(Sync) if sync !=
 ROUTER_WIDTH = 128
 
 
-class Alternate:
+class Alternate(BasePolicy):
     """The arm that did not draft last."""
 
     name = "alternate"
-    needs_features = False
+    arms = AR, DIFFUSION
 
-    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
-        return features[:, :0]
-
-    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
-        arm = DIFFUSION if state.last_arm == AR else AR
-        return Decision(arm, state.max_draft[arm])
+    def decide(
+        self,
+        beliefs: Float[np.ndarray, "N X"],
+        states: RoundStates,
+        memory: Float[np.ndarray, "N M"],
+    ) -> Decisions:
+        ar, diffusion = self.columns(states)
+        return full_length(np.where(states.last_arms == ar, diffusion, ar), states)
 
 
 def main() -> None:

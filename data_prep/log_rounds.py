@@ -1,36 +1,37 @@
-"""Label every position for every chain: `python data_prep/log_rounds.py`.
+"""Label every position for every arm: `python data_prep/log_rounds.py`.
 
 Writes `rounds/`: for each position of each conversation the router's features, and how many drafts
-each chain would have had accepted there, at the cost of one training-mode pass a conversation.
+of each arm would have been accepted there, at the cost of a training pass. An interrupted run goes
+on where it was. With `rounds.mode=decode`, `visited_rounds/`: rounds that are really decoded, with
+the seconds of their phases.
 """
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
 from datasets import Dataset
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
 
-from whiflash_infer.drafters.ar import ARArm
 from whiflash_infer.drafters.base import Arm
-from whiflash_infer.drafters.diffusion import DiffusionArm
-from whiflash_infer.drafters.load import chains
-from whiflash_infer.errors import UserError
-from whiflash_infer.features import NUM_SCALARS, router_features
-from whiflash_infer.labels import DraftLabels, label_ar, label_diffusion
-from whiflash_infer.rounds import ConversationRounds, save_rounds
+from whiflash_infer.engine import RoutedDecoder
+from whiflash_infer.errors import ArtifactError
+from whiflash_infer.pretrained import choose_policy, load_fitting_router
+from whiflash_infer.routing.costs import CostModel
+from whiflash_infer.routing.router import Router
 from whiflash_infer.target import Target
-from whiflash_infer.types import TeacherRows
-from whiflash_train.batches import DrafterBatch, validation_batches
+from whiflash_infer.types import PLAIN
 from whiflash_train.data.conversations import SPLITS, load_conversations
+from whiflash_train.data.processes import Processes
 from whiflash_train.entry import entry_point
-from whiflash_train.runner import load_drafters, load_target
-from whiflash_train.teacher import OnlineTeacher
+from whiflash_train.preparation import build_section
+from whiflash_train.progress import rate_bar
+from whiflash_train.round_logging import RoundSettings, show_rounds, write_rounds
+from whiflash_train.runner import configured_costs, engine_settings, load_drafters, load_target
+from whiflash_train.visited_rounds import decode_prompts, prompts_of, save_visited, show_visited
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -38,91 +39,95 @@ console = Console()
 
 @entry_point("log_rounds", root=ROOT)
 def main(cfg: DictConfig) -> None:
+    processes = Processes.here()
+    console.quiet = not processes.is_main
+    settings: RoundSettings = build_section(cfg, "rounds")
     target = load_target(cfg)
-    arms, lineage = load_drafters(cfg, target)
-    arms = chains(arms)
-    conversations_path = Path(cfg.paths.conversations)
-    rows, manifest = {}, {}
-    for split in SPLITS:
-        found, manifest = load_conversations(conversations_path, split, target.identity())
-        limit = cfg.rounds.limits[split]
-        rows[split] = found.select(range(min(len(found), len(found) if limit is None else limit)))
-    positions = sum(sum(map(sum, part["loss_mask"])) for part in rows.values() if len(part))
-    if not positions:
-        raise UserError("rounds.limits leaves no conversation to label")
-    size = positions * 2 * (target.config.hidden_size + NUM_SCALARS)
-    console.print(f"about {positions} positions, {size / 1e6:.0f} MB of features")
-    started = time.perf_counter()
-    labelled: list[ConversationRounds] = []
-    for split, part in rows.items():
-        if len(part):
-            labelled += label_split(part, split, target, arms, cfg.rounds.batch_size)
-    seconds = time.perf_counter() - started
+    arms, drafters = load_drafters(cfg, target)
+    rows, conversations = load_rows(cfg, settings, target)
+    lineage = {
+        "drafters": drafters,
+        "arm_settings": asdict(build_section(cfg, "arms")),
+        "conversations": conversations,
+        "seed": cfg.seed,
+    }
+    if settings.mode == "decode":
+        if processes.is_main:  # timing wants the machine for itself
+            log_visited(cfg, settings, target, arms, rows, lineage)
+        return
     path = Path(cfg.paths.rounds)
-    save_rounds(
+    spent = write_rounds(
         path,
-        labelled,
-        {
-            "target": target.identity().manifest(),
-            "drafters": lineage,
-            "max_draft": {name: arm.max_draft for name, arm in arms.items()},
-            "conversations": manifest["fingerprint"],
-            "counts": {"conversations": len(labelled), "positions": sum(map(len, labelled))},
-            "seed": cfg.seed,
-            "config": OmegaConf.to_container(cfg.rounds),
-        },
+        rows,
+        target,
+        arms,
+        settings,
+        lineage=lineage,
+        console=console,
+        processes=processes,
     )
-    show(labelled, seconds)
-    console.print(f"[bold]rounds[/bold] written to {path}", soft_wrap=True)
+    if processes.is_main:
+        show_rounds(path, spent, console)
+        console.print(f"[bold]rounds[/bold] written to {path}", soft_wrap=True)
 
 
-@torch.inference_mode()
-def label_split(
-    rows: Dataset, split: str, target: Target, arms: dict[str, Arm], batch_size: int
-) -> list[ConversationRounds]:
-    """Dense rounds of every conversation, in the data set's order."""
-    pad = target.chat.pad_id
-    teacher = OnlineTeacher(target)
-    found: dict[int, ConversationRounds] = {}
-    batches = validation_batches(rows, batch_size=batch_size, pad_id=pad)
-    for batch in track(batches, description=f"labelling {split}", console=console):
-        moved = batch.to(target.device)
-        teacher_rows = teacher(moved)
-        labels = {name: label(arm, moved, teacher_rows) for name, arm in arms.items()}
-        for i, row in enumerate(batch.rows.tolist()):
-            keep = batch.anchor_mask[i]
-            anchors = batch.anchors[i][keep].to(target.device)
-            hidden = teacher_rows.hidden[i, anchors - 1]
-            logits = target.tables.logits(hidden)
-            found[row] = ConversationRounds(
-                conversation=rows[row]["id"],
-                category=rows[row]["category"],
-                split=split,
-                positions=anchors.cpu().numpy(),
-                features=router_features(logits, hidden, anchors).to(torch.bfloat16).cpu(),
-                accepted={a: part.accepted[i].cpu()[keep].numpy() for a, part in labels.items()},
-                censored={a: part.censored[i].cpu()[keep].numpy() for a, part in labels.items()},
-            )
-    return [found[row] for row in sorted(found)]
+def load_rows(
+    cfg: DictConfig, settings: RoundSettings, target: Target
+) -> tuple[dict[str, Dataset], str]:
+    """The conversations of every split up to its limit, and the fingerprint of all."""
+    rows: dict[str, Dataset] = {}
+    manifest: dict[str, Any] = {}
+    for split in SPLITS:
+        found = load_conversations(Path(cfg.paths.conversations), split, target.identity())
+        rows[split], manifest = settings.limited(split, found[0]), found[1]
+    return rows, manifest["fingerprint"]
 
 
-def label(arm: Arm, batch: DrafterBatch, rows: TeacherRows) -> DraftLabels:
-    sequences = batch.ids, batch.lengths, rows, batch.anchors
-    if isinstance(arm, ARArm):
-        return label_ar(arm.net, arm.drafter.tables, *sequences, draft_length=arm.max_draft)
-    assert isinstance(arm, DiffusionArm)
-    return label_diffusion(arm.net, arm.drafter.tables, *sequences)
+def log_visited(
+    cfg: DictConfig,
+    settings: RoundSettings,
+    target: Target,
+    arms: dict[str, Arm],
+    rows: dict[str, Dataset],
+    lineage: dict[str, Any],
+) -> None:
+    router = load_router(cfg, settings.policy, target, arms, lineage["drafters"])
+    policy = choose_policy(settings.policy, arms, router)
+    decoder = RoutedDecoder(target, arms, policy, replace(engine_settings(cfg, arms), timing=True))
+    prompts = prompts_of(rows, settings.decode_limit)
+    manifest = {
+        "target": target.identity().manifest(),
+        **lineage,
+        "policy": settings.policy,
+        "decode": OmegaConf.to_container(cfg.decode, resolve=True),
+        "counts": {"conversations": len(prompts)},
+    }
+    path = Path(cfg.paths.visited_rounds)
+    with rate_bar(console, "decoding", total=len(prompts), unit="rounds") as advance:
+        table = save_visited(path, decode_prompts(decoder, prompts, advance), manifest)
+    show_visited(table, fitting_costs(cfg, target), console)
+    console.print(f"[bold]visited rounds[/bold] written to {path}", soft_wrap=True)
 
 
-def show(conversations: list[ConversationRounds], seconds: float) -> None:
-    positions = sum(map(len, conversations))
-    console.print(
-        f"labelled {positions} positions in {seconds:.1f} s, "
-        f"{1e3 * seconds / positions:.2f} ms a position for all arms"
-    )
-    for arm in conversations[0].accepted:
-        accepted = np.concatenate([c.accepted[arm] for c in conversations])
-        console.print(f"  {arm}: {1 + accepted.mean():.3f} tokens a round if used everywhere")
+def load_router(
+    cfg: DictConfig, policy: str, target: Target, arms: dict[str, Arm], drafters: dict[str, Any]
+) -> Router | None:
+    """The configured router, for the policies that need one."""
+    if policy in (PLAIN, "random") or policy.startswith("static_"):
+        return None
+    foreign = cfg.costs.allow_foreign
+    return load_fitting_router(Path(cfg.paths.router), target, arms, drafters, foreign)
+
+
+def fitting_costs(cfg: DictConfig, target: Target) -> CostModel | None:
+    """The cost profile, where there is one for this device."""
+    if not Path(cfg.paths.costs).is_file():
+        return None
+    try:
+        return configured_costs(cfg, target)
+    except ArtifactError as error:
+        console.print(f"rounds are not compared with the cost profile: {error}", soft_wrap=True)
+        return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import io
 import json
 import runpy
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -62,3 +63,13 @@ def common(folder: Path, target: str = "tiny") -> list[str]:
 
 def manifest_of(folder: Path, artefact: str) -> dict:
     return json.loads((folder / "artifacts/tiny" / artefact / "manifest.json").read_text())
+
+
+def appears(folder: Path, pattern: str, *, within_s: float = 30.0) -> bool:
+    """Whether such a file is there in time: W&B's are written by a process of its own."""
+    until = time.monotonic() + within_s
+    while not any(folder.rglob(pattern)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True

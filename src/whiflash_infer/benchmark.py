@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.metrics import Answer
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import Policy
+from whiflash_infer.routing.policies import Policy
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 from whiflash_infer.types import Generation
@@ -59,7 +59,7 @@ def run_policies(
 
     def answer(question: Question, name: str) -> Generation:
         decoder.policy = by_name[name]
-        return decoder.answer(question.ids, options)
+        return decoder.answer(question.ids, replace(options, category=question.category))
 
     for question in questions[: protocol.warmup_prompts]:
         for name in by_name:

@@ -16,14 +16,14 @@ from whiflash_infer.drafters.load import ArmSettings
 from whiflash_infer.errors import UserError
 from whiflash_infer.loop import DecodeLoop
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import Policy
 from whiflash_infer.pretrained import load_parts
 from whiflash_infer.requests import Request, check_request, make_request
+from whiflash_infer.routing.policies import Policy
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
-from whiflash_infer.types import Generation, Piece, Round
+from whiflash_infer.types import PLAIN, Generation, Piece, Round
 
-_DEFAULTS, _ARMS = EngineSettings(), ArmSettings()
+_DEFAULTS = EngineSettings()
 
 
 class RoutedDecoder:
@@ -56,7 +56,7 @@ class RoutedDecoder:
         policy: Policy | str | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        arms: ArmSettings = _ARMS,
+        arms: ArmSettings | None = None,
         settings: EngineSettings = _DEFAULTS,
         allow_foreign_costs: bool = False,
         chat_options: ChatOptions | None = None,
@@ -83,11 +83,11 @@ class RoutedDecoder:
 
     @property
     def policy(self) -> Policy:
-        return self._loop.policy
+        return self._loop.steering.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._loop.policy = policy
+        self._loop.steering.policy = policy
 
     def answer(self, prompt_ids: list[int], options: GenerationOptions) -> Generation:
         """Answer one prompt.
@@ -143,6 +143,7 @@ class RoutedDecoder:
         for index, (prompt, wanted) in enumerate(zip(prompts, options, strict=True)):
             try:
                 check_request(prompt, wanted, self.target.max_length)
+                self.check_arm(wanted)
             except UserError as error:
                 where = f"prompt {index}: " if len(prompts) > 1 else ""
                 raise UserError(f"{where}{error}") from None
@@ -156,6 +157,12 @@ class RoutedDecoder:
             )
             for index, (prompt, wanted) in enumerate(zip(prompts, options, strict=True))
         )
+
+    def check_arm(self, options: GenerationOptions) -> None:
+        """Raises: UserError for an arm that is not loaded."""
+        if options.arm not in (None, PLAIN, *self.arms):
+            known = ", ".join((PLAIN, *self.arms))
+            raise UserError(f"arm is {options.arm!r}: choose from {known}")
 
 
 def _in_inference_mode(pieces: Iterator[Piece]) -> Iterator[Piece]:

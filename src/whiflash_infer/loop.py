@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from whiflash_infer.drafters.base import SHORT_LAG, Arm
 from whiflash_infer.drafting import Drafting, Part, finite_rows
 from whiflash_infer.errors import UserError
-from whiflash_infer.features import router_features
-from whiflash_infer.policies import Policy
 from whiflash_infer.requests import Request
+from whiflash_infer.routing.protocol import Policy, RoundStates
 from whiflash_infer.rows import Rows
 from whiflash_infer.safety import Safety
 from whiflash_infer.settings import EngineSettings
+from whiflash_infer.steering import Steering
 from whiflash_infer.target import Target
 from whiflash_infer.trees import DraftTree
-from whiflash_infer.types import PLAIN, Decision, Generation, Piece, Round, RoundState, TargetRows
+from whiflash_infer.types import PLAIN, Decision, Generation, Piece, Round, TargetRows
 from whiflash_infer.verification import Outcome, first_choice, judge, keep_path, read_drafts
 
 _PREFILL_TOKENS = 2048  # of one pass over several prompts, padding counted
@@ -51,7 +51,6 @@ class DecodeLoop:
     ) -> None:
         self.target = target
         self.arms = dict(arms)
-        self.policy = policy
         self.settings = settings
         if settings.safe_arm not in (PLAIN, *arms):
             known = ", ".join((PLAIN, *arms))
@@ -60,6 +59,7 @@ class DecodeLoop:
         self.requests: list[Request] = []
         self._safety = Safety(self.arms, settings.safe_arm)
         self._drafting = Drafting(self.arms, settings, self._safety)
+        self.steering = Steering(policy, self.arms, self.rows, self._safety)
         if settings.compile:
             target.compile()
 
@@ -100,7 +100,7 @@ class DecodeLoop:
             taps = read.taps[place, : len(prompt)]
             self.rows.begin(first_row + place, prompt, taps, firsts[-1][0])
         lengths = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
-        beliefs = self._beliefs(requests, logits, hidden, lengths)
+        beliefs = self.steering.read(requests, logits, hidden, lengths)
         finite = logits.amax(1, keepdim=True).isfinite()
         told = _to_host(finite, torch.stack(firsts), beliefs)
         now = time.perf_counter()
@@ -146,13 +146,11 @@ class DecodeLoop:
     # --- one round --------------------------------------------------------------------------------
 
     def _round(self) -> list[Piece]:
+        started = time.perf_counter()
         clock = _Clock(self.target.device, on=self.settings.timing)
         requests, texts, drafting = list(self.requests), self.rows.texts, self._drafting
-        states = [self._state(row, request) for row, request in enumerate(requests)]
-        decisions = [
-            self._safety.decide(self.policy, request, state)
-            for request, state in zip(requests, states, strict=True)
-        ]
+        states = self.steering.states(requests)
+        decisions = self.steering.decide(requests, states)
         clock.lap("route")
         groups = drafting.group(requests, decisions)
         groups = drafting.catch_up(texts, requests, groups, decisions)
@@ -165,23 +163,16 @@ class DecodeLoop:
         ends = [self._commit(row, told[row], decisions[row]) for row in range(len(requests))]
         clock.lap("commit")
         seconds = clock.shares(len(requests))
-        facts = zip(states, decisions, told, ends, strict=True)
-        rounds = [_round_of(*fact, seconds) for fact in facts]
-        return [
+        rounds = [
+            _round_of(states, row, decisions[row], told[row], ends[row], seconds)
+            for row in range(len(requests))
+        ]
+        pieces = [
             self._close(request, done, reason)
             for request, done, (_, reason) in zip(requests, rounds, ends, strict=True)
         ]
-
-    def _state(self, row: int, request: Request) -> RoundState:
-        """A round commits its drafts and one more token, so `room` drafts can still be of use."""
-        room = request.limit - request.length - 1
-        return RoundState(
-            position=request.length - 1,
-            lags={name: arm.drafter.lag(self.rows.texts, row) for name, arm in self.arms.items()},
-            max_draft={PLAIN: 0}
-            | {name: min(arm.max_draft, room) for name, arm in self.arms.items()},
-            last_arm=request.last_arm,
-        )
+        self.steering.observe(requests, states, rounds, seconds=time.perf_counter() - started)
+        return pieces
 
     def _verify(
         self,
@@ -206,29 +197,14 @@ class DecodeLoop:
         self, requests: Sequence[Request], read: TargetRows, outcome: Outcome
     ) -> Float[Tensor, "B X"]:
         """The policy's beliefs of the new anchors, from the rows that produced them."""
-        if not self.policy.needs_features:
+        if not self.steering.policy.needs_features:
             return read.hidden[:, 0, :0]
         row = torch.arange(len(requests), device=outcome.accepted.device)
         last = outcome.sources[row, outcome.accepted]
         anchors = outcome.accepted.new_tensor(self.rows.texts.anchors(range(len(requests))))
         positions = anchors + outcome.accepted + 1
-        return self._beliefs(requests, read.logits[row, last], read.hidden[row, last], positions)
-
-    def _beliefs(
-        self,
-        requests: Sequence[Request],
-        logits: Float[Tensor, "B V"],
-        hidden: Float[Tensor, "B D"],
-        positions: Int[Tensor, " B"],
-    ) -> Float[Tensor, "B X"]:
-        trusting = [request for request in requests if not request.router_failed]
-        if self.policy.needs_features and trusting:
-            try:
-                return self.policy.read(router_features(logits, hidden, positions))
-            except Exception as error:
-                for request in trusting:
-                    self._safety.router_failed(request, error)
-        return hidden[:, :0]
+        logits, hidden = read.logits[row, last], read.hidden[row, last]
+        return self.steering.read(requests, logits, hidden, positions)
 
     def _commit(self, row: int, told: _Told, decision: Decision) -> tuple[list[int], str]:
         request = self.requests[row]
@@ -239,7 +215,8 @@ class DecodeLoop:
             return self._overflowed(row, told)
         kept, reason = self._extend(request, told.tokens[: told.accepted + 1])
         self.rows.commit(row, len(kept))
-        request.belief, request.last_arm = told.belief, decision.arm
+        request.decided_on, request.belief = request.belief, told.belief
+        request.last_arm = decision.arm
         return kept, reason
 
     def _overflowed(self, row: int, told: _Told) -> tuple[list[int], str]:
@@ -272,24 +249,27 @@ def fitting(queue: Sequence[Request], most: int) -> int:
 
 
 def _round_of(
-    state: RoundState,
+    states: RoundStates,
+    row: int,
     decision: Decision,
     told: _Told,
     end: tuple[list[int], str],
     seconds: dict[str, float],
 ) -> Round:
-    committed = len(end[0])
+    committed, arm, last = len(end[0]), states.arms.index(decision.arm), states.last_arms[row]
     return Round(
-        position=state.position,
+        position=int(states.positions[row]),
         arm=decision.arm,
         num_draft=decision.num_draft,
         num_nodes=told.num_nodes,
         accepted=min(told.accepted, committed),
         committed=committed,
-        lag=state.lags.get(decision.arm, 0),
-        switched=state.last_arm is not None and state.last_arm != decision.arm,
+        lag=int(states.lags[row, arm]),
+        switched=bool(last >= 0 and last != arm),
         reason=decision.reason,
         seconds=seconds,
+        expected=decision.expected,
+        price=decision.price,
     )
 
 

@@ -33,6 +33,10 @@ class GenerationOptions:
         allow a stop token where the answer may end.
     sample_drafts: draw drafts from the drafter's distribution and accept them by the ratio rule.
         The answer keeps its distribution, but then depends on the drafter.
+    arm: draft with this one in every round, whatever the policy says.
+    price: what a second is worth to this request, in tokens, in place of the router's price: a
+        small one drafts as much as may be accepted, a large one saves seconds.
+    category: the kind of prompt, for policies that look at it.
     """
 
     max_new_tokens: int = 256
@@ -49,6 +53,9 @@ class GenerationOptions:
     processors: tuple[LogitsProcessor, ...] = ()
     allowed_tokens: Callable[[list[int]], list[int]] | None = None
     sample_drafts: bool = False
+    arm: str | None = None
+    price: float = math.nan
+    category: str = ""
 
     def __post_init__(self) -> None:
         for field, (is_legal, legal) in _RANGES.items():
@@ -168,4 +175,10 @@ _RANGES: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: value is None or callable(value),
         "None, or a function from ids to ids",
     ),
+    "arm": (lambda value: value is None or isinstance(value, str), "None, or the name of an arm"),
+    "price": (
+        lambda value: isinstance(value, float) and (math.isnan(value) or 0 <= value < math.inf),
+        "a finite number of at least 0, or NaN for the router's own",
+    ),
+    "category": (lambda value: isinstance(value, str), "a text"),
 }

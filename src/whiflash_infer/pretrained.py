@@ -6,8 +6,9 @@ rendered - is read from their own files, so nobody has to say it again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,21 @@ import torch
 
 from whiflash_infer.artifacts import MANIFEST, read_json, read_manifest, require_match
 from whiflash_infer.chat import ChatOptions
-from whiflash_infer.costs import DeviceIdentity
 from whiflash_infer.drafters.base import Arm
-from whiflash_infer.drafters.load import ArmSettings, load_arms
+from whiflash_infer.drafters.load import ArmSettings, arm_settings, load_arms, shapes_of
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange import eagle3, zlab
 from whiflash_infer.exchange.files import CONFIG
-from whiflash_infer.policies import EntropyPolicy, HazardPolicy, Policy, RandomPolicy, StaticPolicy
-from whiflash_infer.router import Router, load_router
+from whiflash_infer.routing.costs import DeviceIdentity
+from whiflash_infer.routing.policies import Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.router import ROUTED, Router, load_router
 from whiflash_infer.target import Target, resolve_device
-from whiflash_infer.types import AR, DIFFUSION, PLAIN
+from whiflash_infer.types import AR, DIFFUSION, DRAFTERS, PLAIN
 
 _LAYOUTS = {AR: ("eagle3", eagle3), DIFFUSION: ("zlab", zlab)}
 _ROUTER_MADE_BY = "python train.py task=router"
-_STATIC, _ROUTED = "static_", ("hazard", "entropy")  # the latter take their numbers from a router
-_ARMS = ArmSettings()
+_STATIC = "static_"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def load_parts(
     policy: Policy | str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    arms: ArmSettings = _ARMS,
+    arms: ArmSettings | None = None,
     allow_foreign_costs: bool = False,
     chat_options: ChatOptions | None = None,
     trust_remote_code: bool = False,
@@ -61,9 +62,11 @@ def load_parts(
     target: a Hugging Face id, a local folder, or one that is loaded already; then dtype, device and
         chat_options are its own.
     ar, diffusion, router: folders, as training and `whiflash_infer.exchange` write them.
-    policy: by name (plain, static_<arm>, random; with a router also hazard and entropy), or one of
-        your own. None: the router's hazard policy; without a router the one drafter that is given
-        drafts every round, and without drafters nothing is drafted.
+    policy: by name (plain, static_<arm>, random; with a router also hazard, entropy, delta,
+        request, category and bandit), or one of your own. None: the router's hazard policy; without
+        a router the one drafter that is given drafts every round, and without drafters nothing is
+        drafted.
+    arms: None takes those that the router was made for, without one the defaults.
     allow_foreign_costs: use a router whose costs were measured on another device.
     chat_options: None takes those that the drafters were trained with.
 
@@ -83,12 +86,12 @@ def load_parts(
             chat_options=chat_options,
             trust_remote_code=trust_remote_code,
         )
+    router = _path(router)
+    arms = arms or (ArmSettings() if router is None else arms_of_router(router))
     loaded, lineage = load_arms(paths[AR], paths[DIFFUSION], target, arms)
     routing = None
     if router is not None:
-        routing = load_fitting_router(
-            Path(router).expanduser(), target, lineage, allow_foreign_costs
-        )
+        routing = load_fitting_router(router, target, loaded, lineage, allow_foreign_costs)
     return target, loaded, choose_policy(policy, loaded, routing)
 
 
@@ -100,7 +103,10 @@ def choose_policy(
         return wanted
     name = wanted or _default_policy(arms, router)
     policy = _policy(name, arms, router)
-    missing = sorted(_arms_of(policy) - {PLAIN, *arms})
+    needed = {*policy.arms}
+    if router is not None and name in ROUTED:
+        needed |= {DRAFTERS[arm] for arm in router.net.config.max_draft}
+    missing = sorted(needed - {PLAIN, *arms})
     if missing:
         raise UserError(
             f"the policy {name} chooses among arms that are not there: {', '.join(missing)}. "
@@ -127,18 +133,12 @@ def _policy(name: str, arms: Mapping[str, Arm], router: Router | None) -> Policy
         return StaticPolicy(statics[name])
     if name == "random":
         return RandomPolicy(0)
-    if name in _ROUTED and router is not None:
+    if name in ROUTED and router is not None:
         return router.policy(name)
-    if name in _ROUTED:
+    if name in ROUTED:
         raise UserError(f"the policy {name} takes its numbers from a router: give a router folder")
-    known = [*statics, "random", *(_ROUTED if router is not None else ())]
+    known = [*statics, "random", *(ROUTED if router is not None else ())]
     raise UserError(f"unknown policy {name!r}: choose from {', '.join(known)}")
-
-
-def _arms_of(policy: Policy) -> set[str]:
-    if isinstance(policy, HazardPolicy):
-        return set(policy.net.config.arms)
-    return {policy.below, policy.above} if isinstance(policy, EntropyPolicy) else set()
 
 
 def _path(folder: str | Path | None) -> Path | None:
@@ -245,12 +245,27 @@ def _trained_rendering(facts: Sequence[_Facts]) -> ChatOptions | None:
     return ChatOptions(**told[0])
 
 
-def load_fitting_router(
-    path: Path, target: Target, lineage: Mapping[str, Any], allow_foreign: bool
-) -> Router:
-    """A router on the target's device. lineage: what identifies the drafters (`load_arms`).
+def arms_of_router(path: Path) -> ArmSettings:
+    """The arms that a router was made for; the defaults, where it does not say.
 
-    Raises: ArtifactError for one that was made for another target, other drafters or device.
+    Raises: ArtifactError for a folder that holds no router.
+    """
+    manifest = read_manifest(path, made_by=_ROUTER_MADE_BY)
+    found = manifest.get("arm_settings")
+    return ArmSettings() if found is None else arm_settings(found)
+
+
+def load_fitting_router(
+    path: Path,
+    target: Target,
+    arms: Mapping[str, Arm],
+    lineage: Mapping[str, Any],
+    allow_foreign: bool,
+) -> Router:
+    """A router on the target's device. arms, lineage: as from `load_arms`.
+
+    Raises: ArtifactError for one that was made for another target, other drafters, another device.
+    It routes without trees that are not there, and without arms of another shape.
     """
     here = DeviceIdentity.here(target.device, target.dtype)
     router = load_router(path, here=here, target=target.name, allow_foreign=allow_foreign)
@@ -262,7 +277,22 @@ def load_fitting_router(
     made_by = f"python data_prep/log_rounds.py, then {_ROUTER_MADE_BY}"
     require_match(path, found, wanted, made_by=made_by)
     router.net.to(target.device)
-    return router
+    return replace(router, usable=_usable(path, router, arms))
+
+
+def _usable(path: Path, router: Router, arms: Mapping[str, Arm]) -> tuple[str, ...]:
+    """The router's arms that are loaded in the shape that it knows; others are told."""
+    known, here = router.manifest.get("arms", {}), shapes_of(arms)
+    usable = [PLAIN]
+    for arm in router.arms[1:]:
+        if arm in here and known.get(arm, here[arm]) == here[arm]:
+            usable.append(arm)
+        elif arm in here:
+            _log.warning(
+                "%s knows the arm %s as %s, but here it is %s: it routes without it",
+                *(path, arm, known[arm], here[arm]),
+            )
+    return tuple(usable)
 
 
 def _listed(arms: Mapping[str, Arm]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,8 +24,9 @@ TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2  # of a request's random nu
 class Request:
     """A prompt, what was asked of its answer, and what the loop remembers of it between rounds.
 
-    limit: tokens of prompt and answer at most. belief: the policy's of the anchor. unsafe: arms
-    that failed in this request. streams: random numbers by stream, one an output position.
+    limit: tokens of prompt and answer at most. belief: the policy's of the anchor, and decided_on:
+    that of the round before. memory: what the policy remembers. unsafe: arms that failed in this
+    request. streams: random numbers by stream, one an output position.
     """
 
     index: int
@@ -37,6 +39,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     last_arm: str | None = None
     belief: list[float] = field(default_factory=list)
+    decided_on: list[float] = field(default_factory=list)
+    memory: Float[np.ndarray, " M"] = field(default_factory=lambda: np.zeros(0))
     unsafe: set[str] = field(default_factory=set)
     router_failed: bool = False
     started: float = 0.0
@@ -48,6 +52,10 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.result.finish_reason)
 
     @property
     def draws(self) -> bool:

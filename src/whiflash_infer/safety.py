@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 
 from whiflash_infer.drafters.base import Arm
-from whiflash_infer.policies import Policy
 from whiflash_infer.requests import Request
-from whiflash_infer.types import PLAIN, Decision, RoundState
+from whiflash_infer.routing.protocol import RoundStates
+from whiflash_infer.types import PLAIN, Decision
 
 _log = logging.getLogger(__name__)
 
@@ -23,19 +23,24 @@ class Safety:
         self._safe_arm = safe_arm
         self._told: set[str] = set()
 
-    def decide(self, policy: Policy, request: Request, state: RoundState) -> Decision:
-        """The policy's decision, or a safe one where it fails or chooses what failed before."""
-        if request.router_failed:
-            return self._safe(request, state, "the router failed")
-        try:
-            decision = policy.choose(request.belief, state)
-            if not 0 <= decision.num_draft <= state.max_draft[decision.arm]:
-                raise ValueError(f"it asks {decision.arm} for {decision.num_draft} drafts")
-        except Exception as error:
-            self.router_failed(request, error)
-            return self._safe(request, state, "the router failed")
+    def checked(
+        self, request: Request, decision: Decision | None, states: RoundStates, row: int
+    ) -> Decision:
+        """The policy's decision; a safe one where it made none, or chose what failed before.
+
+        A request may name its arm itself.
+        """
+        longest = dict(zip(states.arms, states.max_draft[row].tolist(), strict=True))
+        if request.options.arm is not None:
+            decision = Decision(request.options.arm, longest[request.options.arm], "asked for")
+        if decision is not None and not 0 <= decision.num_draft <= longest[decision.arm]:
+            wrong = f"it asks {decision.arm} for {decision.num_draft} drafts"
+            self.router_failed(request, ValueError(wrong))
+            decision = None
+        if decision is None:
+            return self._safe(request, longest, "the router failed")
         if decision.arm in request.unsafe:
-            return self._safe(request, state, f"{decision.arm} failed")
+            return self._safe(request, longest, f"{decision.arm} failed")
         return decision
 
     def router_failed(self, request: Request, error: Exception) -> None:
@@ -53,9 +58,9 @@ class Safety:
         request.unsafe |= set(self._arms)
         self._note(request, "drafts", "the target's logits are not numbers in a round with drafts")
 
-    def _safe(self, request: Request, state: RoundState, reason: str) -> Decision:
+    def _safe(self, request: Request, longest: Mapping[str, int], reason: str) -> Decision:
         arm = PLAIN if self._safe_arm in request.unsafe else self._safe_arm
-        return Decision(arm, state.max_draft[arm], reason)
+        return Decision(arm, longest[arm], reason)
 
     def _note(self, request: Request, what: str, why: Exception | str) -> None:
         request.result.fallbacks[what] += 1

@@ -9,7 +9,7 @@ import torch
 from whiflash_infer.drafters.ar import ARArm
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.diffusion import DiffusionArm
-from whiflash_infer.labels import label_ar, label_diffusion
+from whiflash_infer.routing.labels import label_ar, label_diffusion
 from whiflash_infer.target import Target
 from whiflash_infer.types import Generation, Round
 

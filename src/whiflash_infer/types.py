@@ -4,7 +4,7 @@ Dimensions in signatures
     B batch · T tokens of a sequence · Q rows of one target pass · K drafted tokens
     A anchors · S slots in a block (slot 0 is the anchor) · N rows of any kind · C cache capacity
     L tapped layers · E tapped features, L * D · D hidden · H heads · V target vocabulary
-    W draft vocabulary · F router features
+    W draft vocabulary · F router features · P arms, plain first · K1 draft lengths 0 to K
 
 Indices
     A sequence is x_0 ... x_n. The *anchor* is x_n, the last committed token: the target has
@@ -20,36 +20,31 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import nan
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 PLAIN, AR, DIFFUSION = "plain", "ar", "diffusion"
 AR_TREE, DIFFUSION_TREE = "ar_tree", "diffusion_tree"
+CHAINS = (AR, DIFFUSION)  # arms that draft one path; the trees of both networks come beside them
+DRAFTERS = {AR: AR, AR_TREE: AR, DIFFUSION: DIFFUSION, DIFFUSION_TREE: DIFFUSION}  # by arm
 PHASES = ("route", "catch_up", "draft", "verify", "commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy answers: which arm drafts this round, how many tokens, and why."""
+    """Which arm drafts for a text this round, how many tokens on its longest path, and why.
+
+    expected: tokens that the policy expects of the round, and price: tokens that a second is worth
+    to it; NaN where it has no opinion.
+    """
 
     arm: str
     num_draft: int
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundState:
-    """What a policy may know, all of it fixed before any draft of this round exists.
-
-    lags: tokens each drafter must catch up on before it can draft.
-    max_draft: drafts each arm can make here, already cut to the tokens that may still be emitted.
-    """
-
-    position: int
-    lags: dict[str, int]
-    max_draft: dict[str, int]
-    last_arm: str | None
+    expected: float = nan
+    price: float = nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ class Round:
 
     num_draft: drafts on the longest path; num_nodes: drafts that the target read, all paths.
     seconds: by phase, this text's equal share where several were decoded together; empty when the
-    decoder was not asked for timing.
+    decoder was not asked for timing. expected and price: see `Decision`.
     """
 
     position: int
@@ -92,6 +87,8 @@ class Round:
     switched: bool
     reason: str
     seconds: dict[str, float]
+    expected: float = nan
+    price: float = nan
 
     @property
     def total_seconds(self) -> float:

@@ -16,13 +16,16 @@ from typing import Any
 import datasets
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from whiflash_infer.errors import UserError
+from whiflash_train.sweep_results import RUN_ERROR
 
 _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 2, 130
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
@@ -30,18 +33,22 @@ _INFORMATION = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "
 
 
 def entry_point(
-    config_name: str, *, root: Path
+    config_name: str, *, root: Path, sweep_goes_on: bool = False
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
     """Make a script's main function: compose `<root>/conf/<config_name>.yaml`, call it with that.
 
     Exit status: 0 done, 1 a fault of ours (with traceback), 2 something to mend, 130 interrupted.
+    sweep_goes_on: a run that ends with something to mend does not end the others of its sweep; the
+    message lies in its folder, and a callback at the end of the sweep has to say so and exit.
     """
 
     def decorate(function: Callable[[DictConfig], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def guarded(cfg: DictConfig) -> Any:
+            OmegaConf.update(cfg, "paths.root", str(root.resolve()))
             with _told_in_one_line():
-                OmegaConf.update(cfg, "paths.root", str(root.resolve()))
+                if sweep_goes_on and HydraConfig.get().mode == RunMode.MULTIRUN:
+                    return _one_of_a_sweep(function, cfg)
                 return function(cfg)
 
         folder = root.resolve() / "conf"
@@ -53,12 +60,26 @@ def entry_point(
             arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
             with _told_in_one_line():
                 if not _INFORMATION & set(sys.argv):
+                    check_plugins(folder, config_name, arguments)
                     check_keys(folder, config_name, arguments)
             run(guarded)()
 
         return main
 
     return decorate
+
+
+def _one_of_a_sweep(function: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
+    """What the function returns; None where it ended with something to mend, which then lies in
+    the run's folder."""
+    told = Path(HydraConfig.get().runtime.output_dir) / RUN_ERROR
+    told.unlink(missing_ok=True)
+    try:
+        return function(cfg)
+    except UserError as error:
+        told.write_text(f"{error}\n", encoding="utf-8")
+        print(f"error: {told.parent}: {error}", file=sys.stderr)  # noqa: T201
+        return None
 
 
 @contextmanager
@@ -81,10 +102,7 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
 
     Raises: UserError naming the nearest valid key.
     """
-    try:
-        overrides = OverridesParser.create().parse_overrides(arguments)
-    except HydraException as error:
-        raise UserError(f"cannot read the command line: {error}") from None
+    overrides = [o for o in _parsed(arguments) if not _is_plugin(o)]
     groups = [o for o in overrides if (folder / o.key_or_group).is_dir()]
     values = [o for o in overrides if o not in groups]
     for group in groups:
@@ -100,6 +118,40 @@ def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:
         raise UserError(f"the command line must also give: {told}")
 
 
+def check_plugins(folder: Path, config_name: str, arguments: list[str]) -> None:
+    """Launchers and sweepers come with packages of their own.
+
+    Raises: UserError naming the extra that brings the one that is missing.
+    """
+    groups = [o for o in _parsed(arguments) if _is_plugin(o) or (folder / o.key_or_group).is_dir()]
+    if not any(_is_plugin(o) or o.is_add() for o in groups):
+        return
+    try:
+        _compose(folder, config_name, [_as_argument(o) for o in groups])
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file)
+        if missing.startswith("hydra/"):
+            extra = "ray" if "ray" in missing else "sweeps"
+            raise UserError(
+                f"there is no {missing}. Launchers and sweepers come with packages of their own: "
+                f"pip install 'whiflash[{extra}]'"
+            ) from None
+    except HydraException:
+        return  # check_keys says what is wrong
+
+
+def _is_plugin(override: Override) -> bool:
+    return override.key_or_group.startswith("hydra/")
+
+
+def _parsed(arguments: list[str]) -> list[Override]:
+    """Raises: UserError for what Hydra cannot read."""
+    try:
+        return OverridesParser.create().parse_overrides(arguments)
+    except HydraException as error:
+        raise UserError(f"cannot read the command line: {error}") from None
+
+
 def _known_keys(
     folder: Path, config_name: str, groups: list[Override]
 ) -> tuple[set[str], set[str]]:
@@ -113,7 +165,8 @@ def _known_keys(
     typed = [_as_argument(g) for g in groups if g.key_or_group != "experiment"]
     whole = _compose(folder, config_name, [_as_argument(g) for g in groups])
     found = _leaves(whole)
-    chosen = [f"{g}={name}" for g, name in _choices(whole).items() if g != "experiment"]
+    own = {g.key_or_group for g in groups if g.is_add()} | {"experiment"}
+    chosen = [f"{g}={name}" for g, name in _choices(whole).items() if g not in own]
     known = set(_leaves(_compose(folder, config_name, [*chosen, *typed])))
     known |= {key for key in found if key.startswith(("source.", "evaluate.source."))}
     _refuse_unknown(set(found), known, "experiment file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,19 @@ from whiflash_infer.artifacts import (
 )
 from whiflash_infer.benchmark import Protocol, Question, run_policies
 from whiflash_infer.chat import TemplateRejects
-from whiflash_infer.costs import DeviceIdentity
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.load import chains
 from whiflash_infer.engine import decode_rounds
 from whiflash_infer.errors import UserError
 from whiflash_infer.metrics import Answer, by_policy, summarise
-from whiflash_infer.policies import Policy, StaticPolicy
 from whiflash_infer.pretrained import load_fitting_router
 from whiflash_infer.report import write_report
-from whiflash_infer.router import Router
+from whiflash_infer.routing.costs import DeviceIdentity
+from whiflash_infer.routing.policies import Policy
+from whiflash_infer.routing.router import Router, statics
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
-from whiflash_infer.types import PLAIN
+from whiflash_infer.types import PLAIN, Round
 from whiflash_train.data.selection import as_prompt, take_evenly
 from whiflash_train.data.sources import read_mixed
 from whiflash_train.data.tally import BadRow, Tally
@@ -52,7 +53,8 @@ def evaluate(cfg: DictConfig) -> None:
     target, arms, router = load_all(cfg)
     settings = engine_settings(cfg, arms)
     questions, prompt_hash = load_questions(cfg, target, cfg.evaluate.limit)
-    policies = chosen_policies(router, list(cfg.evaluate.policies), arms, cfg.seed)
+    names = policy_names(cfg, arms)
+    policies = chosen_policies(router, names, arms, cfg.seed)
     protocol = Protocol(
         max_new_tokens=cfg.evaluate.max_new_tokens,
         temperature=cfg.evaluate.temperature,
@@ -63,7 +65,7 @@ def evaluate(cfg: DictConfig) -> None:
     report = summarise(answers, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed)
     metrics = {
         "header": header(cfg, target, len(questions), prompt_hash),
-        "policies": {name: report[name] for name in cfg.evaluate.policies},
+        "policies": {name: report[name] for name in names},
         "side_by_side": slots_side_by_side(cfg, target, arms, answers, questions),
     }
     folder = Path(cfg.paths.evaluation)
@@ -85,7 +87,7 @@ def load_all(
     target = load_target(cfg)
     arms, lineage = load_drafters(cfg, target)
     foreign = allow_foreign or cfg.costs.allow_foreign
-    router = load_fitting_router(Path(cfg.checkpoint), target, lineage, foreign)
+    router = load_fitting_router(Path(cfg.checkpoint), target, arms, lineage, foreign)
     warn_of_other_rendering(target, lineage)
     return target, arms, router
 
@@ -129,6 +131,12 @@ def warn_of_other_rendering(target: Target, drafters: dict[str, Any]) -> None:
             )
 
 
+def policy_names(cfg: DictConfig, arms: Mapping[str, Arm]) -> list[str]:
+    if cfg.evaluate.policies is None:
+        return [*statics((PLAIN, *arms)), "entropy", "hazard"]
+    return list(cfg.evaluate.policies)
+
+
 def chosen_policies(
     router: Router, names: list[str], arms: Mapping[str, Arm], seed: int
 ) -> list[Policy]:
@@ -137,8 +145,8 @@ def chosen_policies(
         raise UserError("evaluate.policies must hold `plain`: every speed-up is against it")
     policies = [router.policy(name, seed=seed) for name in names]
     for policy in policies:
-        if isinstance(policy, StaticPolicy) and policy.arm not in (PLAIN, *arms):
-            raise UserError(f"policy {policy.name}: arms.{policy.arm} is null, so there is no arm")
+        for arm in {*policy.arms} - {PLAIN, *arms}:
+            raise UserError(f"policy {policy.name}: arms.{arm} is null, so there is no arm")
     return policies
 
 
@@ -231,6 +239,8 @@ def rounds_table(answers: list[Answer]) -> pa.Table:
             "lag": r.lag,
             "switched": r.switched,
             "reason": r.reason,
+            "expected": r.expected,
+            "price": r.price,
             **{f"{phase}_s": seconds for phase, seconds in r.seconds.items()},
         }
         for a in answers
@@ -280,12 +290,20 @@ def _viewer_rounds(answer: Answer, decode: Any) -> list[dict[str, Any]]:
                 "accepted": done.accepted,
                 "committed": done.committed,
                 "lag": done.lag,
-                "reason": done.reason,
+                "reason": _why(done),
                 "ms": 1e3 * done.total_seconds,
                 "context": done.position,
             }
         )
     return entries
+
+
+def _why(done: Round) -> str:
+    """The policy's reason, with what it reckoned with."""
+    if not isfinite(done.expected):
+        return done.reason
+    price = f" at {done.price:.1f} tokens/s" if isfinite(done.price) else ""
+    return f"{done.reason}: expects {done.expected:.2f} tokens{price}"
 
 
 def show(metrics: dict[str, Any]) -> None:

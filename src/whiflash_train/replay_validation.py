@@ -2,122 +2,177 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 
-from whiflash_infer.costs import CostModel
-from whiflash_infer.nets.router import RouterNet
-from whiflash_infer.policies import HazardPolicy, Policy, StaticPolicy
-from whiflash_infer.replay import ReplayResult, calibrate_entropy, replay, replay_one, solve_price
-from whiflash_infer.rounds import ConversationRounds
-from whiflash_infer.types import PLAIN
+from whiflash_infer.nets.router import RouterNet, expected_tokens
+from whiflash_infer.routing.calibration import calibration_error, fit_temperatures
+from whiflash_infer.routing.costs import CostModel
+from whiflash_infer.routing.oracles import best_oracle_round, hedge_of, oracle_path, plans_of
+from whiflash_infer.routing.policies import (
+    DeltaPolicy,
+    EntropyPolicy,
+    HazardSettings,
+    PlannedPolicy,
+    Policy,
+)
+from whiflash_infer.routing.replay import DenseTexts, Replayed, replay
+from whiflash_infer.routing.router import Router, RouterSettings
+from whiflash_train.router_fit import (
+    CALIBRATION_TEXTS,
+    best_threshold,
+    hazard_runs,
+    part_of,
+    solved,
+    static_replays,
+)
+from whiflash_train.verdict import Verdict, after_training, before_training, regret
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOutcome:
-    """The hazard policy at its price, beside the policies that need no training."""
+class Outcome:
+    """trace: of the price. settings: with the price at its end. hazard: the replay there."""
 
-    lam: float
     trace: list[tuple[float, float]]
-    hazard: ReplayResult
-    others: dict[str, float]
+    settings: HazardSettings
+    hazard: Replayed
 
-    @property
-    def best_static(self) -> tuple[str, float]:
-        statics = {k: v for k, v in self.others.items() if k != "entropy"}
-        name = max(statics, key=lambda k: statics[k])
-        return name, statics[name]
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "lam": self.lam,
-            "price_trace": self.trace,
-            "tokens_per_s": {**self.others, "hazard": self.hazard.tokens_per_s},
-            "tau": self.hazard.tau,
-            "rounds": self.hazard.rounds,
-            "switches": self.hazard.switches,
-            "arms": dict(self.hazard.arms),
+@dataclass
+class ReplayValidation(Callback):
+    """lam: a fixed price, None to solve for it. settings: the hazard policy's, but for the price.
+    category_arms: best in training."""
+
+    texts: DenseTexts
+    costs: CostModel
+    settings: HazardSettings
+    lam: float | None
+    category_arms: Mapping[str, str]
+    ceiling: Replayed | None = None
+    statics: dict[str, Replayed] = field(init=False)
+    oracles: dict[str, Replayed] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statics = static_replays(self.texts, self.costs)
+        best = max(self.statics, key=lambda name: self.statics[name].tokens_per_s)
+        arm = self.texts.arms[list(self.statics).index(best)]
+        self.settings = replace(self.settings, best_static=arm)
+        plans = {
+            "oracle_round": best_oracle_round(self.texts, self.costs)[0],
+            "oracle_path": oracle_path(self.texts, self.costs)[0],
+        }
+        self.oracles = {
+            name: self._replay(PlannedPolicy(name, self.texts.arms, plans_of(self.texts, plan)))
+            for name, plan in plans.items()
         }
 
+    @property
+    def best_static(self) -> Replayed:
+        return max(self.statics.values(), key=lambda replayed: replayed.tokens_per_s)
 
-class ReplayValidation(Callback):
-    def __init__(
-        self,
-        conversations: list[ConversationRounds],
-        costs: CostModel,
-        *,
-        lam: float | Literal["auto"],
-        adaptive_length: bool,
-        switch_margin: float,
-    ) -> None:
-        self._conversations = conversations
-        self._costs = costs
-        self._lam = lam
-        self._options = {"adaptive_length": adaptive_length, "switch_margin": switch_margin}
-        self._max_draft = {arm: len(seconds) - 1 for arm, seconds in costs.draft.items()}
-        self.num_positions = sum(len(c) for c in conversations)
-        self.entropy_threshold, entropy = calibrate_entropy(conversations, costs, self._max_draft)
-        statics: list[Policy] = [StaticPolicy(a) for a in (PLAIN, *self._max_draft)]
-        self._others = {p.name: self._replay(p).tokens_per_s for p in statics}
-        self._others["entropy"] = entropy
+    def before(self) -> Verdict:
+        return before_training(self.statics, self.oracles, self.ceiling, self.texts.categories)
 
-    def evaluate(self, net: RouterNet) -> ReplayOutcome:
-        """Solve for the price (or take the fixed one) and replay."""
-        was_training = net.training
-        policy = HazardPolicy(net, self._costs, lam=0.0, **self._options)
-        with torch.no_grad():
-            device = net.mean.device
-            beliefs = [policy.read(c.features.to(device)).tolist() for c in self._conversations]
-        net.train(was_training)
-
-        def run(lam: float) -> ReplayResult:
-            policy.lam = lam
-            total = ReplayResult()
-            for belief, conversation in zip(beliefs, self._conversations, strict=True):
-                total.add(replay_one(policy, belief, conversation, self._costs, self._max_draft))
-            return total
-
-        if self._lam == "auto":
-            trace = solve_price(run)
-        else:
-            lam = float(self._lam)
-            trace = [(lam, run(lam).tokens_per_s)]
-        lam = trace[-1][0]
-        return ReplayOutcome(lam=lam, trace=trace, hazard=run(lam), others=self._others)
+    def evaluate(self, net: RouterNet) -> Outcome:
+        """Replay the hazard policy at its price."""
+        trace, hazard = solved(hazard_runs(net, self.texts, self.costs, self.settings), self.lam)
+        return Outcome(
+            trace=trace, settings=replace(self.settings, lam=trace[-1][0]), hazard=hazard
+        )
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         net = pl_module.net
         assert isinstance(net, RouterNet)
         outcome = self.evaluate(net)
+        hazard = outcome.hazard
         scalars = {
-            "tokens_per_s": outcome.hazard.tokens_per_s,
-            "tau": outcome.hazard.tau,
-            "lam": outcome.lam,
-            "switches_per_100_rounds": 100 * outcome.hazard.switches / outcome.hazard.rounds,
-            "gain_over_best_static": outcome.hazard.tokens_per_s / outcome.best_static[1] - 1,
+            "tokens_per_s": hazard.tokens_per_s,
+            "tau": hazard.tau,
+            "lam": outcome.settings.lam,
+            "switches_per_100_rounds": 100 * hazard.switches / hazard.rounds,
+            "gain_over_best_static": hazard.tokens_per_s / self.best_static.tokens_per_s - 1,
+            "regret": regret(hazard, self.statics),
+            "share_of_oracle": hazard.tokens_per_s / self.oracles["oracle_path"].tokens_per_s,
+            "calibration_error": mean_error(self.calibration(net)),
         }
-        pl_module.log_dict({f"val/{k}": float(v) for k, v in scalars.items()})
+        if self.ceiling is not None:
+            scalars["share_of_ceiling"] = hazard.tokens_per_s / self.ceiling.tokens_per_s
+        pl_module.log_dict({f"val/{name}": float(value) for name, value in scalars.items()})
 
-    def show(self, outcome: ReplayOutcome) -> None:
-        """The verdict: replayed throughput of every policy, the price trace, a plain sentence."""
-        console = Console()
-        table = Table(title=f"Replay over {self.num_positions} held-out positions")
-        table.add_column("policy")
-        table.add_column("tokens/s", justify="right")
-        for name, speed in {**outcome.others, "hazard": outcome.hazard.tokens_per_s}.items():
-            table.add_row(name, f"{speed:.2f}")
-        console.print(table)
-        steps = " -> ".join(f"{lam:.1f}" for lam, _ in outcome.trace)
-        console.print(f"price lam: {steps} tokens a second")
-        name, speed = outcome.best_static
-        gain = outcome.hazard.tokens_per_s / speed - 1
-        judged = "routing pays here" if gain > 0.01 else "not worth routing here"
-        console.print(f"{judged}: hazard {gain:+.1%} against the best static arm, {name}")
+    # --- when training is over -------------------------------------------------------------------
 
-    def _replay(self, policy: Policy) -> ReplayResult:
-        return replay(policy, self._conversations, self._costs, self._max_draft)
+    def finish(self, net: RouterNet) -> tuple[RouterSettings, Outcome]:
+        """Calibrate the network's temperatures, and choose what the policies need besides it."""
+        max_draft = np.array(list(net.config.max_draft.values()))
+        net.temperatures.fill_(1.0)
+        logits = _hazard_logits(net, self.texts)
+        labels = self.texts.accepted[:, 1:], self.texts.censored[:, 1:]
+        net.temperatures.copy_(torch.from_numpy(fit_temperatures(logits, *labels, max_draft)))
+        outcome = self.evaluate(net)
+        few = part_of(self.texts, range(min(CALIBRATION_TEXTS, len(self.texts))))
+        thresholds = {}
+        if set(net.config.delta_arms) <= set(net.config.arms):
+            for policy in (EntropyPolicy(0.0), DeltaPolicy(net, 0.0)):
+                thresholds[f"{policy.name}_threshold"] = best_threshold(policy, few, self.costs)
+        return (
+            RouterSettings(hazard=outcome.settings, category_arms=self.category_arms, **thresholds),
+            outcome,
+        )
+
+    def judge(self, router: Router, outcome: Outcome) -> tuple[Verdict, dict[str, Any]]:
+        """Every policy over all validation texts: the verdict, and its numbers for the manifest."""
+        names = ["entropy", "delta", "request", "category", "bandit"]
+        others = {n: self._replay(router.policy(n)) for n in names if router.has_arms_of(n)}
+        others["hedge"] = self._replay(hedge_of(self.texts, self.costs, outcome.settings.lam))
+        entropy = others.pop("entropy", self.best_static)
+        verdict = after_training(
+            outcome.hazard,
+            self.statics,
+            self.oracles,
+            self.ceiling,
+            entropy,
+            others,
+            self.texts.categories,
+        )
+        calibration = self.calibration(router.net)
+        numbers = {
+            **verdict.numbers,
+            "lam": outcome.settings.lam,
+            "price_trace": [list(step) for step in outcome.trace],
+            "calibration_error": mean_error(calibration),
+            "calibration": calibration,
+            "verdict": list(verdict.sentences),
+        }
+        return verdict, numbers
+
+    def calibration(self, net: RouterNet) -> dict[str, dict[str, Any]]:
+        """By arm and category: how far expected tokens are from those that came."""
+        logits = _hazard_logits(net, self.texts)
+        counts = np.diff(self.texts.starts)
+        return calibration_error(
+            expected_tokens(torch.from_numpy(logits)).numpy(),
+            self.texts.accepted[:, 1:],
+            self.texts.censored[:, 1:],
+            np.array(list(net.config.max_draft.values())),
+            arms=self.texts.arms[1:],
+            categories=np.repeat(self.texts.categories, counts).tolist(),
+        )
+
+    def _replay(self, policy: Policy) -> Replayed:
+        return replay(policy, self.texts, self.costs)
+
+
+def mean_error(calibration: Mapping[str, Mapping[str, Any]]) -> float:
+    """Tokens, over the arms."""
+    return float(np.mean([found["error"] for found in calibration.values()]))
+
+
+def _hazard_logits(net: RouterNet, texts: DenseTexts) -> Float[np.ndarray, "n D K"]:
+    with torch.inference_mode():
+        return net(texts.features.to(net.mean.device)).float().cpu().numpy()

@@ -11,17 +11,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from whiflash_infer.rounds import ConversationRounds
+from whiflash_infer.routing.replay import DenseTexts
 from whiflash_train.batches import Share
 
 
 @dataclass
 class RouterBatch:
-    """States and what each of the P drafting arms would have had accepted there."""
+    """States and what each of the D drafting arms would have had accepted there."""
 
     features: Float[Tensor, "N F"]
-    accepted: Int[Tensor, "N P"]
-    censored: Bool[Tensor, "N P"]
+    accepted: Int[Tensor, "N D"]
+    censored: Bool[Tensor, "N D"]
 
     def __len__(self) -> int:
         return len(self.features)
@@ -35,14 +35,12 @@ class RouterBatch:
         return RouterBatch(self.features[index], self.accepted[index], self.censored[index])
 
 
-def stack_rounds(conversations: list[ConversationRounds], arms: tuple[str, ...]) -> RouterBatch:
-    """Every labelled position of every conversation, arms in the given order."""
-    accepted = [np.stack([c.accepted[a] for a in arms], axis=-1) for c in conversations]
-    censored = [np.stack([c.censored[a] for a in arms], axis=-1) for c in conversations]
+def router_batch(texts: DenseTexts) -> RouterBatch:
+    """Every labelled position of every conversation."""
     return RouterBatch(
-        features=torch.cat([c.features for c in conversations]),
-        accepted=torch.from_numpy(np.concatenate(accepted)).long(),
-        censored=torch.from_numpy(np.concatenate(censored)).bool(),
+        features=texts.features,
+        accepted=torch.from_numpy(texts.accepted[:, 1:]).long(),
+        censored=torch.from_numpy(texts.censored[:, 1:]),
     )
 
 

@@ -29,7 +29,6 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from whiflash_infer.artifacts import read_json, require_match, write_json
-from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.diffusion import DiffusionArm
 from whiflash_infer.drafters.load import load_arms
@@ -37,6 +36,7 @@ from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.attention import choose_backend
 from whiflash_infer.nets.diffusion import DiffusionDrafter
+from whiflash_infer.routing.costs import CostModel, DeviceIdentity, load_costs
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
 from whiflash_infer.types import DIFFUSION, PLAIN

@@ -15,22 +15,17 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from whiflash_infer.artifacts import require_match
 from whiflash_infer.checkpoint import Drafter, save_drafter
-from whiflash_infer.costs import CostModel
 from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
-from whiflash_infer.errors import UserError
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.nets.diffusion import (
     DiffusionDrafter,
     DiffusionDrafterConfig,
     check_sizes,
 )
-from whiflash_infer.nets.router import RouterConfig, RouterNet
-from whiflash_infer.rounds import load_rounds
-from whiflash_infer.router import RouterSettings, save_router
+from whiflash_infer.routing.costs import CostModel
 from whiflash_infer.target import Target
 from whiflash_train.batches import Share, TrainingBatches, validation_batches
 from whiflash_train.block_losses import BlockObjective, ObjectiveName
@@ -42,16 +37,13 @@ from whiflash_train.data.preview import show_masks
 from whiflash_train.data.vocabulary import choose_vocabulary
 from whiflash_train.distillation import LossName, SoftLoss
 from whiflash_train.module import Objective
-from whiflash_train.objectives import ar_objective, diffusion_objective, router_objective
+from whiflash_train.objectives import ar_objective, diffusion_objective
 from whiflash_train.objectives.ar import step_weights
-from whiflash_train.replay_validation import ReplayValidation
-from whiflash_train.router_data import RouterBatches, stack_rounds
 from whiflash_train.start_up import PassSize, drafter_memory, drafter_sources
 from whiflash_train.teacher import Features, Teacher, make_teacher
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head
 
 TASKS = ("ar_drafter", "diffusion_drafter", "router")
-ROUNDS_MADE_BY = "python data_prep/log_rounds.py"
 MAX_DRAFT_LENGTH = 8  # of the AR drafter: later drafts are hardly ever reached
 
 
@@ -283,95 +275,6 @@ class DiffusionDrafterTask:
         return _drafter_trainee(self, workspace, target, net, objective, manifest, extra)
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class RouterTask:
-    """lam: the price in tokens a second, or `auto` for the one that maximises throughput."""
-
-    fit: FitSettings
-    lam: float | int | Literal["auto"]
-    width: int
-    adaptive_length: bool
-    switch_margin: float
-
-    def build(self, workspace: Workspace) -> Trainee:
-        splits, manifest = load_rounds(workspace.paths["rounds"], made_by=ROUNDS_MADE_BY)
-        for split in ("router", "validation"):
-            if split not in splits:
-                raise UserError(f"{workspace.paths['rounds']} holds no rounds of split {split!r}")
-        target = workspace.load_target()
-        required = target.identity().required()
-        path = workspace.paths["rounds"]
-        require_match(path, manifest["target"], required, made_by=ROUNDS_MADE_BY)
-        costs = workspace.load_costs(target)
-        max_draft: dict[str, int] = manifest["max_draft"]
-        _require_priced(workspace.paths["costs"], costs, max_draft)
-        train = stack_rounds(splits["router"], tuple(max_draft))
-        net = RouterNet(
-            RouterConfig(
-                num_features=train.features.shape[1], width=self.width, max_draft=max_draft
-            )
-        )
-        net.set_normaliser(train.features)
-        validation = ReplayValidation(
-            splits["validation"],
-            costs,
-            lam="auto" if self.lam == "auto" else float(self.lam),
-            adaptive_length=self.adaptive_length,
-            switch_margin=float(self.switch_margin),
-        )
-
-        def export(path: Path, metrics: Mapping[str, float]) -> None:
-            outcome = validation.evaluate(net)
-            settings = RouterSettings(
-                lam=outcome.lam,
-                adaptive_length=self.adaptive_length,
-                switch_margin=self.switch_margin,
-                entropy_threshold=validation.entropy_threshold,
-            )
-            save_router(
-                path,
-                net,
-                settings,
-                costs,
-                {
-                    **_lineage(workspace, manifest["target"]),
-                    "drafters": manifest["drafters"],
-                    "replay": outcome.report(),
-                },
-            )
-            validation.show(outcome)
-
-        return Trainee(
-            net=net,
-            objective=router_objective,
-            train_batches=lambda start, share: RouterBatches(
-                train,
-                batch_size=self.fit.batch_size,
-                seed=workspace.seed,
-                start_step=start,
-                num_steps=self.fit.max_steps,
-                share=share,
-            ),
-            val_batches=lambda _share: [stack_rounds(splits["validation"], tuple(max_draft))],
-            monitor="val/tokens_per_s",
-            export=export,
-            facts={"rounds": f"{len(train)} to train, {validation.num_positions} to validate"},
-            callbacks=[validation],
-        )
-
-
-def _require_priced(path: Path, costs: CostModel, max_draft: Mapping[str, int]) -> None:
-    """The cost profile must price exactly the drafts that the rounds label."""
-    priced = {arm: len(seconds) - 1 for arm, seconds in costs.draft.items()}
-    require_match(
-        path,
-        {f"longest draft of {arm}": length for arm, length in priced.items()},
-        {f"longest draft of {arm}": length for arm, length in max_draft.items()},
-        made_by="python data_prep/profile_costs.py",
-    )
-
-
 def _teacher(
     features: Features,
     workspace: Workspace,
@@ -414,7 +317,7 @@ def _drafter_trainee(
 
     def export(folder: Path, metrics: Mapping[str, float]) -> None:
         manifest = {
-            **_lineage(workspace, target.identity().manifest()),
+            **lineage(workspace, target.identity().manifest()),
             **extra,
             "tap_layer_ids": list(target.tap_layer_ids),
             "conversations": data_manifest["fingerprint"],
@@ -516,7 +419,7 @@ def _memory(
     )
 
 
-def _lineage(workspace: Workspace, target: Mapping[str, Any]) -> dict[str, Any]:
+def lineage(workspace: Workspace, target: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "target": dict(target),
         "seed": workspace.seed,

@@ -18,7 +18,7 @@ from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import RandomPolicy
+from whiflash_infer.routing.policies import RandomPolicy
 from whiflash_infer.settings import EngineSettings
 
 PROMPTS = [[5 + (7 * i) % 250 for i in range(length)] for length in (1, 17, 60)]

@@ -9,11 +9,11 @@ from tests.fakes import SOFT_CE, TAPS, ar_config, block_objective, random_ids
 from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.labels import label_ar, label_diffusion
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import RandomPolicy, StaticPolicy
+from whiflash_infer.routing.labels import label_ar, label_diffusion
+from whiflash_infer.routing.policies import RandomPolicy, StaticPolicy
 from whiflash_infer.target import Target
 from whiflash_infer.types import Generation
 from whiflash_train.batches import DrafterBatch

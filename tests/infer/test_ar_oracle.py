@@ -11,7 +11,7 @@ from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.nets.ar import ARDrafter, ARDrafterConfig
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.target import Target
 
 PROMPT, ROUNDS = 9, 4

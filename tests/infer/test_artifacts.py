@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from whiflash_infer.artifacts import new_artifact, read_manifest, require_match, write_json
-from whiflash_infer.costs import CostModel, DeviceIdentity, load_costs, save_costs
 from whiflash_infer.errors import ArtifactError
+from whiflash_infer.routing.costs import (
+    CostModel,
+    DeviceIdentity,
+    PassCosts,
+    load_costs,
+    save_costs,
+)
 
 
 def make(path: Path, content: str) -> None:
@@ -80,14 +86,13 @@ def test_a_misfit_names_every_field_with_both_values(tmp_path: Path) -> None:
 
 def test_a_cost_profile_survives_the_disk_and_is_refused_on_another_device(tmp_path: Path) -> None:
     here = DeviceIdentity(device="abacus", threads=2, dtype="float32")
-    costs = CostModel(
-        device=here,
-        target="t",
+    prices = PassCosts(
         verify=[(0.1, 0.0), (0.2, 1e-5)],
         draft={"ar": [0.0, 0.01]},
         catch_up={"ar": (0.001, 1e-4)},
         overhead=0.002,
     )
+    costs = CostModel(device=here, target="t", nodes={"ar": [0, 1]}, batches={1: prices})
     path = tmp_path / "costs.json"
     save_costs(path, costs, measurements={})
     options = {"target": "t", "made_by": "profile", "allow_foreign": False}

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import random_ids, tiny_ar, tiny_diffusion
+from tests.infer.test_pretrained import write_router
 from whiflash_infer.checkpoint import save_drafter
 from whiflash_infer.command.main import main
 from whiflash_infer.command.text import TextStream
@@ -303,6 +304,82 @@ def test_lines_of_a_file_may_have_their_own_stop_strings(
     assert record["finish_reason"] == "stop_string"
 
 
+# ---- who drafts
+
+
+@pytest.fixture(scope="module")
+def routed(source: str, drafters: Path, target: Target) -> list[str]:
+    """Arguments that name a router of random weights and its drafters."""
+    write_router(drafters, target)
+    folders = [(f"--{name}", str(drafters / name)) for name in ("ar", "diffusion", "router")]
+    return [source, *EXACT, *(word for pair in folders for word in pair)]
+
+
+def test_an_arm_that_is_named_answers_instead_of_the_policy(
+    command: Command, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--prompt", QUESTION, "--arm", "ar_tree", "--policy", "plain") == 0
+    done = capsys.readouterr()
+    assert done.out == greedy_text(target) + "\n"
+    assert "arm ar_tree" in done.err
+    assert "(100%)" in done.err
+    assert "policy" not in done.err
+
+
+def test_lines_of_a_file_may_name_their_arm_or_leave_it_to_the_policy(
+    command: Command, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": QUESTION, **own} for own in ({"arm": "ar_tree"}, {"arm": None}, {})]
+    asked = jsonl(tmp_path / "prompts.jsonl", *lines)
+    assert command("--file", str(asked), "--arm", "plain", "--policy", "static_ar") == 0
+    answers = records(capsys.readouterr().out)
+    assert [list(answer["arms"]) for answer in answers] == [["ar_tree"], ["ar"], ["plain"]]
+    assert {answer["text"] for answer in answers} == {greedy_text(target)}
+
+
+def test_a_price_decides_whether_the_router_drafts(
+    routed: list[str], target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every draft costs something there. The last token of an answer needs none at any price."""
+    lines = [{"prompt": QUESTION, **own} for own in ({"price": 0}, {"price": 1e9}, {})]
+    asked = jsonl(tmp_path / "prompts.jsonl", *lines)
+    assert main([*routed, "--file", str(asked), "--price", "1e9"]) == 0
+    free, dear, as_told = records(capsys.readouterr().out)
+    assert free["arms"].get("plain", 0) <= 1
+    assert free["rounds"] > 1
+    assert list(dear["arms"]) == list(as_told["arms"]) == ["plain"]
+    assert {a["text"] for a in (free, dear, as_told)} == {greedy_text(target)}
+    assert main([*routed, "--prompt", QUESTION, "--price", "1e9"]) == 0
+    done = capsys.readouterr()
+    assert "plain 29 (100%)" in done.err
+    assert "policy hazard" in done.err
+
+
+def test_without_a_price_the_routers_own_counts(
+    routed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": QUESTION}, {"prompt": QUESTION, "price": None}]
+    asked = jsonl(tmp_path / "prompts.jsonl", *lines, {"prompt": QUESTION, "price": 50})
+    found = []
+    for arguments in ([], ["--price", "50"]):  # the router's own is 50
+        assert main([*routed, "--file", str(asked), *arguments]) == 0
+        found += [record["arms"] for record in records(capsys.readouterr().out)]
+    assert found == found[:1] * 6
+
+
+def test_a_category_chooses_the_arm_of_the_policy_that_looks_at_it(
+    routed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": QUESTION, **own} for own in ({"category": "code"}, {"category": ""}, {})]
+    asked = jsonl(tmp_path / "prompts.jsonl", *lines)
+    assert main([*routed, "--file", str(asked), "--policy", "category"]) == 0
+    answers = records(capsys.readouterr().out)
+    assert [list(answer["arms"]) for answer in answers] == [["diffusion"], ["plain"], ["plain"]]
+    wanted = ["--policy", "category", "--category", "code"]
+    assert main([*routed, "--prompt", QUESTION, *wanted]) == 0
+    assert "diffusion" in capsys.readouterr().err
+
+
 BAD_LINES = [
     ('{"prompt": ', "is not JSON"),
     ("[1]", "is no JSON object"),
@@ -325,13 +402,18 @@ BAD_LINES = [
     ('{"prompt": "Hi", "max_new_tokens": 99999}', "exceeds the target's context of 2048"),
     ('{"prompt": "Hi \\ud800"}', "is not UTF-8 text"),
     ("[" * 100_000, "is not JSON"),
+    ('{"prompt": "Hi", "arm": 3}', "arm is 3, but has to be a text"),
+    ('{"prompt": "Hi", "arm": "diffusion"}', "arm is 'diffusion': choose from plain, ar, ar_tree"),
+    ('{"prompt": "Hi", "price": "cheap"}', "price is 'cheap', but has to be a number"),
+    ('{"prompt": "Hi", "price": -1}', "price is -1.0, but has to be a finite number of at least 0"),
+    ('{"prompt": "Hi", "category": 3}', "category is 3, but has to be a text"),
 ]
 
 
 def test_bad_lines_are_named_with_their_reason_and_the_others_answered(
     command: Command, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"id": "good", "prompt": QUESTION, "category": "maths"}
+    good = {"id": "good", "prompt": QUESTION, "topic": "maths"}
     some = [line for line, _ in BAD_LINES[:19]]
     asked = jsonl(tmp_path / "prompts.jsonl", *some, "", good)
     assert command("--file", str(asked)) == 1
@@ -342,7 +424,7 @@ def test_bad_lines_are_named_with_their_reason_and_the_others_answered(
         (told,) = [line for line in done.err.splitlines() if line.startswith(f"{asked}:{number}: ")]
         assert reason in told
     assert "answered 1 of 20 lines, failed 19" in done.err
-    assert "the field 'category' of 1 lines is not used" in done.err
+    assert "the field 'topic' of 1 lines is not used" in done.err
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
@@ -387,6 +469,9 @@ def test_bytes_that_are_no_utf8_spoil_their_line_alone_and_a_byte_order_mark_non
         (["--prompt", "Hi", "--threads", "0"], "--threads is 0: it must be 1 or more"),
         (["--prompt", "Hi", "--raw", "--system", "x"], "--system has no place in it"),
         (["--prompt", "Hi", "--policy", "best"], "unknown policy 'best': choose from plain"),
+        (["--prompt", "Hi", "--policy", "bandit"], "bandit takes its numbers from a router"),
+        (["--prompt", "Hi", "--arm", "oracle"], "arm is 'oracle': choose from plain, ar, ar_tree"),
+        (["--prompt", "Hi", "--price", "-2"], "price is -2.0, but has to be a finite number"),
         (["--prompt", "Hi", "--diffusion", "nowhere"], "nowhere does not exist"),
         (["--prompt", "Hi", "--dtype", "int3"], "dtype is 'int3'"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
@@ -480,4 +565,6 @@ def test_help_is_readable_and_has_an_example(capsys: pytest.CaptureFixture[str])
         main(["--help"])
     told = capsys.readouterr().out
     assert "examples:\n  python -m whiflash_infer Qwen/Qwen3-8B --ar" in told
+    assert "(default: the router's own)" in " ".join(told.split())
+    assert "hazard, entropy, delta, request, category and bandit" in " ".join(told.split())
     assert max(len(line) for line in told.splitlines()) <= 120

@@ -18,9 +18,9 @@ from tests.fakes import (
     tiny_diffusion,
 )
 from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
-from whiflash_infer.labels import block_ids, previous_ids
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.nets.shape import check_tap_layer_ids, spread_tap_layer_ids
+from whiflash_infer.routing.labels import block_ids, previous_ids
 from whiflash_infer.sequence import Texts
 from whiflash_infer.target import TargetTables
 

@@ -251,7 +251,8 @@ def test_the_diffusion_tree_holds_the_likeliest_paths_through_the_blocks_margina
     tree = arm.draft(texts, [0, 1], [depth, depth]).tree
     for row, text in enumerate(ids):
         reference = Reference(drafter, target, text)
-        assert set(paths_of(tree, row)) == best_first(reference, depth=depth, num_nodes=num_nodes)
+        whole = best_first(reference, depth=LONGEST, num_nodes=num_nodes)
+        assert set(paths_of(tree, row)) == {path for path in whole if len(path) <= depth}
     assert (arm.max_draft, arm.max_nodes) == (LONGEST, num_nodes)
 
 
@@ -403,3 +404,17 @@ def test_ar_trees_of_any_size_are_the_brute_force_ones(seed: int, target: Target
     tree = arm.draft(texts, [0], [depth]).tree
     assert set(paths_of(tree)) == eagle2(reference, depth=depth, beam=beam, num_nodes=num_nodes)
     assert tree.num_nodes <= arm.max_nodes
+
+
+@torch.no_grad()
+def test_a_tree_that_grows_more_entries_than_there_is_room_for_gets_room(target: Target) -> None:
+    text = random_ids(60, seed=1)
+    drafter = tiny_drafter("ar-classic", target)
+    assert isinstance(drafter, CachedAR)
+    texts, _ = prefilled(target, text)
+    drafter.reserve(1, 64)
+    drafter.catch_up(texts, [0])
+    arm = ARArm(drafter, draft_length=6, top_k=5, num_nodes=12)
+    tree = arm.draft(texts, [0], [1]).tree
+    expected = eagle2(Reference(drafter, target, text), depth=6, beam=5, num_nodes=12)
+    assert set(paths_of(tree)) == {path for path in expected if len(path) == 1}

@@ -20,7 +20,7 @@ from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder, decode_rounds
 from whiflash_infer.errors import UserError
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.sequence import Texts
 from whiflash_infer.target import Target
 from whiflash_infer.trees import DraftTree, chain

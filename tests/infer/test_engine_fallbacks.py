@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +29,12 @@ from whiflash_infer.drafters.ar import ARArm
 from whiflash_infer.drafters.base import Arm, Drafts, DrawDrafts
 from whiflash_infer.drafters.diffusion import DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.policies import EntropyPolicy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.policies import BasePolicy, EntropyPolicy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.protocol import Decisions, RoundStates
 from whiflash_infer.sequence import Texts
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
-from whiflash_infer.types import Decision, Generation, RoundState
+from whiflash_infer.types import Generation
 
 PROMPTS = [prompt_of(length, vocabulary=64) for length in (3, 37, 1, 12)]
 LENGTH = 14
@@ -81,7 +83,7 @@ def test_a_drafter_with_a_weight_that_is_no_number_is_used_once_a_request(
     arm = arms[broken]
     assert isinstance(arm, ARArm | DiffusionArm)
     arm.net.fc.weight.data[0, 0] = math.nan
-    decoder = RoutedDecoder(small, arms, RandomPolicy(2))
+    decoder = RoutedDecoder(small, arms, RandomPolicy(3))
     results = decoder.generate(PROMPTS, greedy(LENGTH), max_rows=max_rows)
     assert texts_of(results) == expected
     for result in results:
@@ -306,8 +308,9 @@ def test_what_overflowed_in_a_drafter_does_not_reach_the_next_text_in_its_row(
 # --- Router ------------------------------------------------------------------------------------
 
 
-class FaultyPolicy:
+class FaultyPolicy(BasePolicy):
     name = "faulty"
+    arms = ("ar",)
     needs_features = True
 
     def __init__(self, fault: str) -> None:
@@ -318,19 +321,34 @@ class FaultyPolicy:
             raise ValueError("cannot read")
         return features[:, :2]
 
-    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
-        if self.fault == "choose":
-            raise ValueError("cannot choose")
-        longest = state.max_draft["ar"]
-        return {
-            "unknown arm": Decision("oracle", 1),
-            "too many drafts": Decision("ar", longest + 1),
-            "fewer than none": Decision("ar", -1),
-            "nothing": None,
-        }.get(self.fault, Decision("ar", longest))  # pyright: ignore
+    def decide(self, beliefs: np.ndarray, states: RoundStates, memory: np.ndarray) -> Decisions:
+        if self.fault == "decide":
+            raise ValueError("cannot decide")
+        if self.fault == "nothing":
+            return None  # pyright: ignore
+        ar = states.arms.index("ar")
+        longest = states.max_draft[:, ar]
+        arm = {"arm behind the last": len(states.arms), "arm before the first": -1}
+        drafts = {"too many drafts": longest + 1, "fewer than none": np.full_like(longest, -1)}
+        unknown = np.full(len(states), np.nan)
+        return Decisions(
+            arms=np.full(len(states), arm.get(self.fault, ar)),
+            num_draft=drafts.get(self.fault, longest),
+            expected=unknown,
+            price=unknown,
+            reasons=[""] * len(states),
+        )
 
 
-FAULTS = ["read", "choose", "unknown arm", "too many drafts", "fewer than none", "nothing"]
+FAULTS = [
+    "read",
+    "decide",
+    "nothing",
+    "arm behind the last",
+    "arm before the first",
+    "too many drafts",
+    "fewer than none",
+]
 
 
 @pytest.mark.parametrize("safe_arm", ["plain", "diffusion_tree"])

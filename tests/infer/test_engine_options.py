@@ -26,7 +26,7 @@ from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import UserError
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.policies import Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.types import Generation
 
 PROMPTS = [prompt_of(length, vocabulary=64) for length in (3, 37, 1, 12)]

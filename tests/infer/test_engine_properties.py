@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from tests.fakes import TAPS, built_target, small_config
+from tests.fakes import TAPS, built_target, random_rows, randomise, small_config
 from tests.infer.test_engine import (
     ARMS,
     huggingface_greedy,
@@ -22,8 +23,18 @@ from tests.infer.test_engine import (
 )
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
+from whiflash_infer.nets.router import RouterConfig, RouterNet
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.costs import CostModel, DeviceIdentity, PassCosts
+from whiflash_infer.routing.features import NUM_SCALARS
+from whiflash_infer.routing.policies import (
+    EntropyPolicy,
+    HazardSettings,
+    Policy,
+    RandomPolicy,
+    StaticPolicy,
+)
+from whiflash_infer.routing.router import ROUTED, Router, RouterSettings
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 
@@ -44,6 +55,37 @@ def target_of(vocabulary: int) -> Target:
 @functools.cache
 def arms_of(vocabulary: int) -> dict[str, Arm]:
     return real_arms(target_of(vocabulary))
+
+
+@functools.cache
+def random_router() -> Router:
+    """Opinions without any ground, and prices that are made up."""
+    max_draft = {"ar": 4, "ar_tree": 4, "diffusion": 7, "diffusion_tree": 6}
+    size = NUM_SCALARS + target_of(64).config.hidden_size
+    net = randomise(RouterNet(RouterConfig(num_features=size, width=8, max_draft=max_draft)), 0)
+    net.paces.copy_(random_rows(*net.paces.shape, seed=1))
+    prices = PassCosts(
+        verify=[(0.02 + 0.001 * drafts, 1e-5) for drafts in range(13)],
+        draft={
+            arm: [0.0, *(0.004 * (1 + i * arm.startswith("ar")) for i in range(longest))]
+            for arm, longest in max_draft.items()
+        },
+        catch_up={"ar": (0.001, 1e-4), "diffusion": (0.001, 2e-4)},
+        overhead=0.001,
+    )
+    nodes = {
+        arm: [length * (1 + arm.endswith("tree")) for length in range(longest + 1)]
+        for arm, longest in max_draft.items()
+    }
+    device = DeviceIdentity(device="abacus", threads=1, dtype="float32")
+    hazard = HazardSettings(
+        lam=20.0, latch=9, frailty=2.0, online_price=0.2, drift=3.0, best_static="ar_tree"
+    )
+    settings = RouterSettings(
+        hazard=hazard, entropy_threshold=3.1, category_arms={"code": "diffusion_tree"}
+    )
+    costs = CostModel(device=device, target="built", nodes=nodes, batches={1: prices})
+    return Router(net=net, settings=settings, costs=costs, manifest={})
 
 
 def expected_of(
@@ -73,11 +115,16 @@ def drawn_options(data: st.DataObject, text: list[int], target: Target) -> Gener
         max_new_tokens=data.draw(st.integers(1, LONGEST)),
         stop_ids=None if stop_ids is None else target.stop_ids | stop_ids,
         stop_strings=tuple(strings),
+        arm=data.draw(st.sampled_from([*[None] * 8, *ARMS])),
+        price=data.draw(st.sampled_from([math.nan, 0.0, 30.0, 1e6])),
+        category=data.draw(st.sampled_from(["", "code", "prose"])),
     )
 
 
 def drawn_policy(data: st.DataObject, vocabulary: int) -> Policy:
-    kind = data.draw(st.sampled_from(["static", "random", "random", "entropy"]))
+    kind = data.draw(st.sampled_from(["static", "random", "random", "between", *ROUTED]))
+    if kind in ROUTED:
+        return random_router().policy(kind)
     if kind == "static":
         return StaticPolicy(data.draw(st.sampled_from(ARMS)))
     if kind == "random":

@@ -34,7 +34,7 @@ from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.policies import EntropyPolicy, RandomPolicy, StaticPolicy
 from whiflash_infer.sequence import Texts
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target

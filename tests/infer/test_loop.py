@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,12 +31,20 @@ from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import UserError
 from whiflash_infer.loop import fitting
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.requests import Request, make_request
+from whiflash_infer.routing.policies import (
+    BasePolicy,
+    EntropyPolicy,
+    Policy,
+    RandomPolicy,
+    StaticPolicy,
+)
+from whiflash_infer.routing.policies.base import full_length
+from whiflash_infer.routing.protocol import Decisions, RoundStates
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.sources import byte_tokenizer
 from whiflash_infer.target import Target
-from whiflash_infer.types import PHASES, Decision, Piece, RoundState
+from whiflash_infer.types import PHASES, Piece
 
 PROMPT = [6, 20, 31]
 
@@ -110,16 +119,13 @@ def test_a_tree_counts_the_nodes_of_all_paths_and_drafts_of_the_longest(
     assert max(r.num_nodes for r in result.rounds) > 4
 
 
-class Alternating:
+class Alternating(BasePolicy):
     name = "alternating"
-    needs_features = False
+    arms = ("ar", "diffusion")
 
-    def read(self, features: torch.Tensor) -> torch.Tensor:
-        return features[:, :0]
-
-    def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
-        arm = "diffusion" if state.last_arm == "ar" else "ar"
-        return Decision(arm, state.max_draft[arm], "by turns")
+    def decide(self, beliefs: np.ndarray, states: RoundStates, memory: np.ndarray) -> Decisions:
+        ar, diffusion = self.columns(states)
+        return full_length(np.where(states.last_arms == ar, diffusion, ar), states, "by turns")
 
 
 def test_lag_counts_the_tokens_committed_since_the_drafter_was_last_used(
@@ -154,22 +160,23 @@ def test_arms_of_one_drafter_share_its_lag(small: Target, known: list[int]) -> N
 
 
 def test_a_policy_knows_position_lag_room_and_the_last_arm(small: Target, known: list[int]) -> None:
-    states: list[RoundState] = []
+    seen: list[RoundStates] = []
 
-    class Watching(Alternating):
-        def choose(self, belief: Sequence[float], state: RoundState) -> Decision:
-            states.append(state)
-            return Decision("ar", state.max_draft["ar"])
+    class Watching(StaticPolicy):
+        def decide(self, beliefs: np.ndarray, states: RoundStates, memory: np.ndarray) -> Decisions:
+            seen.append(states)
+            return super().decide(beliefs, states, memory)
 
     arms = {
         "ar": ScriptedChain([known], max_draft=2, vocabulary=64),
         "diffusion": ScriptedChain([known], max_draft=5, vocabulary=64),
     }
-    RoutedDecoder(small, arms, Watching()).answer(PROMPT, greedy(6, stop_ids=NO_STOPS))
-    assert states == [
-        RoundState(3, {"ar": 3, "diffusion": 3}, {"plain": 0, "ar": 2, "diffusion": 4}, None),
-        RoundState(6, {"ar": 3, "diffusion": 6}, {"plain": 0, "ar": 1, "diffusion": 1}, "ar"),
-    ]
+    RoutedDecoder(small, arms, Watching("ar")).answer(PROMPT, greedy(6, stop_ids=NO_STOPS))
+    assert [states.arms for states in seen] == [("plain", "ar", "diffusion")] * 2
+    assert [states.positions.tolist() for states in seen] == [[3], [6]]
+    assert [states.lags.tolist() for states in seen] == [[[0, 3, 3]], [[0, 3, 6]]]
+    assert [states.max_draft.tolist() for states in seen] == [[[0, 2, 4]], [[0, 1, 1]]]
+    assert [states.last_arms.tolist() for states in seen] == [[-1], [1]]
 
 
 # --- Time --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from tests.fakes import random_ids
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.lossless import Difference, difference, first_difference, flips
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.target import Target
 
 

@@ -13,17 +13,27 @@ from tests.fakes import TAPS, tiny_ar, tiny_diffusion
 from whiflash_infer.artifacts import read_json, write_json
 from whiflash_infer.chat import ChatOptions
 from whiflash_infer.checkpoint import save_drafter
-from whiflash_infer.costs import CostModel, DeviceIdentity
-from whiflash_infer.drafters.load import ArmSettings, load_arms
+from whiflash_infer.drafters.load import ArmSettings, load_arms, shapes_of
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange.__main__ import main as exchange
-from whiflash_infer.features import NUM_SCALARS
 from whiflash_infer.nets.router import RouterConfig, RouterNet
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, HazardPolicy, RandomPolicy, StaticPolicy
 from whiflash_infer.pretrained import load_parts
-from whiflash_infer.router import RouterSettings, save_router
+from whiflash_infer.routing.costs import CostModel, DeviceIdentity, PassCosts
+from whiflash_infer.routing.features import NUM_SCALARS
+from whiflash_infer.routing.policies import (
+    BanditPolicy,
+    CategoryPolicy,
+    DeltaPolicy,
+    EntropyPolicy,
+    HazardPolicy,
+    HazardSettings,
+    RandomPolicy,
+    RequestPolicy,
+    StaticPolicy,
+)
+from whiflash_infer.routing.router import RouterSettings, save_router
 from whiflash_infer.target import Target
 
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -43,23 +53,35 @@ def write_drafters(folder: Path, target: Target) -> None:
 
 
 def write_router(folder: Path, target: Target, *, device: DeviceIdentity | None = None) -> None:
-    _, lineage = load_arms(folder / "ar", folder / "diffusion", target)
+    arms, lineage = load_arms(folder / "ar", folder / "diffusion", target)
     num_features = NUM_SCALARS + target.config.hidden_size
     max_draft = {arm: facts["max_draft"] for arm, facts in lineage.items()}
-    costs = CostModel(
-        device=device or DeviceIdentity.here(target.device, target.dtype),
-        target=target.name,
+    prices = PassCosts(
         verify=[(0.001, 0.0)] * 8,
         draft={arm: [0.0] + [0.0001] * longest for arm, longest in max_draft.items()},
         catch_up=dict.fromkeys(max_draft, (0.0001, 0.0)),
         overhead=0.0001,
     )
+    costs = CostModel(
+        device=device or DeviceIdentity.here(target.device, target.dtype),
+        target=target.name,
+        nodes={arm: list(range(longest + 1)) for arm, longest in max_draft.items()},
+        batches={1: prices},
+    )
     save_router(
         folder / "router",
         RouterNet(RouterConfig(num_features=num_features, width=8, max_draft=max_draft)),
-        RouterSettings(lam=50.0, adaptive_length=True, switch_margin=0.0, entropy_threshold=2.0),
+        RouterSettings(
+            hazard=HazardSettings(lam=50.0, switch_margin=0.0),
+            entropy_threshold=2.0,
+            category_arms={"code": "diffusion"},
+        ),
         costs,
-        {"target": target.identity().manifest(), "drafters": lineage},
+        {
+            "target": target.identity().manifest(),
+            "drafters": lineage,
+            "arms": {arm: shape for arm, shape in shapes_of(arms).items() if arm in max_draft},
+        },
     )
 
 
@@ -111,7 +133,10 @@ def greedy(target: Target) -> list[int]:
         ("ar diffusion", "static_ar_tree", "static_ar_tree", EVERY_ARM),
         ("ar diffusion", "random", "random", EVERY_ARM),
         ("ar diffusion router", None, "hazard", EVERY_ARM),
-        ("ar diffusion router", "entropy", "entropy", EVERY_ARM),
+        *[
+            ("ar diffusion router", name, name, EVERY_ARM)
+            for name in ("entropy", "delta", "request", "category", "bandit")
+        ],
         ("ar diffusion router", "static_ar", "static_ar", EVERY_ARM),
     ],
 )
@@ -163,7 +188,15 @@ def test_a_policy_of_the_callers_own_is_used_as_it_is(folder: Path, target: Targ
 
 
 def test_policies_are_of_the_kind_that_their_names_say(folder: Path, target: Target) -> None:
-    kinds = {"hazard": HazardPolicy, "entropy": EntropyPolicy, "random": RandomPolicy}
+    kinds = {
+        "hazard": HazardPolicy,
+        "entropy": EntropyPolicy,
+        "delta": DeltaPolicy,
+        "request": RequestPolicy,
+        "category": CategoryPolicy,
+        "bandit": BanditPolicy,
+        "random": RandomPolicy,
+    }
     folders: dict[str, Any] = {name: folder / name for name in ("ar", "diffusion", "router")}
     for name, kind in kinds.items():
         assert type(load_parts(target, policy=name, **folders)[2]) is kind
@@ -176,7 +209,10 @@ def test_policies_are_of_the_kind_that_their_names_say(folder: Path, target: Tar
     ("given", "policy", "message"),
     [
         ("ar diffusion", None, "no router to choose.*static_ar or static_diffusion"),
-        ("ar diffusion", "hazard", "hazard takes its numbers from a router: give a router folder"),
+        *[
+            ("ar diffusion", name, f"{name} takes its numbers from a router: give a router folder")
+            for name in ("hazard", "entropy", "delta", "request", "category", "bandit")
+        ],
         (
             "ar",
             "best",
@@ -258,6 +294,20 @@ def test_a_router_of_other_drafters_is_refused(copy: Path, target: Target) -> No
     save_drafter(copy / "ar", other, manifest_for(target), token_ids=TOKEN_IDS)
     with pytest.raises(ArtifactError, match=r"router was made for something else:\n.*ar drafter"):
         load_parts(target, **folders)
+
+
+def test_a_router_routes_without_an_arm_of_another_shape_and_says_so(
+    copy: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders: dict[str, Any] = {name: copy / name for name in ("ar", "diffusion", "router")}
+    assert "diffusion" in load_parts(target, **folders)[2].arms
+    change(copy / "router/manifest.json", lambda m: m["arms"]["diffusion"].update(max_nodes=9))
+    policy = load_parts(target, **folders)[2]
+    assert policy.name == "hazard"
+    assert "ar" in policy.arms
+    assert "diffusion" not in policy.arms
+    assert "'max_nodes': 9" in caplog.text
+    assert "it routes without it" in caplog.text
 
 
 def test_a_router_of_another_target_is_refused(copy: Path, target: Target) -> None:

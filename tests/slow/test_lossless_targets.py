@@ -19,7 +19,7 @@ from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.policies import Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.sources import PackagedGGUF
 from whiflash_infer.target import Target
 from whiflash_train.warm_start import start_ar, start_diffusion, start_head

@@ -12,11 +12,11 @@ from whiflash_infer.drafters.ar import ARArm, CachedAR
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.labels import label_ar, label_diffusion
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter, DiffusionDrafterConfig
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
+from whiflash_infer.routing.labels import label_ar, label_diffusion
+from whiflash_infer.routing.policies import EntropyPolicy, Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.sources import PackagedGGUF
 from whiflash_infer.target import Target
 from whiflash_train.batches import DrafterBatch

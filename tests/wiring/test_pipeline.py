@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.stages import ROOT, attempt, common, manifest_of, run
+from tests.stages import ROOT, appears, attempt, common, manifest_of, run
 from whiflash_infer.errors import UserError
 from whiflash_train.entry import check_keys
 
@@ -55,7 +56,8 @@ def test_every_stage_leaves_a_complete_artefact(workplace: Path) -> None:
 def test_the_evaluation_has_a_row_for_every_policy_and_category(workplace: Path) -> None:
     folder = workplace / "artifacts/tiny/evaluation"
     metrics = json.loads((folder / "metrics.json").read_text())
-    policies = ["plain", "static_ar", "static_diffusion", "entropy", "hazard"]
+    statics = [f"static_{arm}" for arm in ("ar", "ar_tree", "diffusion", "diffusion_tree")]
+    policies = ["plain", *statics, "entropy", "hazard"]
     assert list(metrics["policies"]) == policies
     for report in metrics["policies"].values():
         assert sorted(report["by_category"]) == ["chat", "code", "json", "maths"]
@@ -76,8 +78,8 @@ def test_the_evaluation_has_a_row_for_every_policy_and_category(workplace: Path)
 def test_the_lossless_check_passes_in_float32(workplace: Path) -> None:
     output = run(workplace, "evaluate.py check=lossless dtype=float32")
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in output.splitlines()]
-    policies = ["plain", "static_ar", "static_diffusion", "entropy", "hazard"]
-    policies += ["static_ar_tree", "static_diffusion_tree", "random"]
+    statics = [f"static_{arm}" for arm in ("ar", "ar_tree", "diffusion", "diffusion_tree")]
+    policies = ["plain", *statics, "entropy", "hazard", "random"]
     expected = [[policy, together, "2/2", "0"] for policy in policies for together in ("1", "8")]
     assert [row for row in rows if row[-2:] == ["2/2", "0"]] == expected
     assert "would have said 0 of its" in output
@@ -120,6 +122,40 @@ def test_trees_are_measured_where_they_are_asked_for(workplace: Path, options: s
     assert all(r["num_nodes"] == r["num_draft"] for r in chain)
 
 
+def test_replayed_rounds_are_the_decoded_ones_under_every_policy(workplace: Path) -> None:
+    output = run(
+        workplace,
+        "evaluate.py check=replay dtype=float32 costs=allow_foreign evaluate.replay_prompts=3",
+    )
+    rows = [line.split("│")[1:3] for line in output.splitlines() if line.startswith("│")]
+    found = {policy.strip(): same.strip() for policy, same in rows if same.strip()}
+    arms = ("ar", "ar_tree", "diffusion", "diffusion_tree")
+    hindsight = {"hedge", "oracle_round", "oracle_path"}
+    routed = {"hazard", "entropy", "delta", "request", "category", "bandit"}
+    statics = {f"static_{arm}" for arm in arms}
+    assert found.keys() == {"plain", "random"} | statics | routed | hindsight
+    assert set(found.values()) == {"3/3"}
+
+
+def test_the_router_remembers_how_it_was_judged(workplace: Path) -> None:
+    manifest = manifest_of(workplace, "router")
+    replayed = manifest["replay"]
+    assert replayed["verdict"]
+    assert replayed["price_trace"][-1][0] == replayed["lam"]
+    for policy in ("plain", "static_ar_tree", "entropy", "delta", "hazard", "hedge", "oracle_path"):
+        assert replayed["policies"][policy]["tokens_per_s"] > 0
+    best = max(found["tokens_per_s"] for found in replayed["policies"].values())
+    assert replayed["policies"]["oracle_path"]["tokens_per_s"] == best
+    logged = list(csv.DictReader(next(metrics_of(workplace)).open()))
+    names = {name for row in logged for name, value in row.items() if value}
+    wanted = ("tokens_per_s", "tau", "lam", "switches_per_100_rounds", "regret", "share_of_oracle")
+    assert {f"val/{name}" for name in (*wanted, "share_of_ceiling", "calibration_error")} <= names
+
+
+def metrics_of(workplace: Path) -> Iterator[Path]:
+    return (workplace / "artifacts/tiny/runs/router").rglob("metrics.csv")
+
+
 def test_without_trees_the_lossless_check_has_no_rows_of_them(workplace: Path) -> None:
     off = "arms.ar_tree=null arms.diffusion_tree=null"
     output = run(workplace, f"evaluate.py check=lossless dtype=float32 {off}")
@@ -158,7 +194,7 @@ def test_a_sweep_over_the_price_makes_a_run_each_and_one_table(workplace: Path) 
     found = {json.loads(p.read_text())["config"]["router"]["lam"]: p for p in runs}
     assert set(found) == {0, 10, "auto"}
     for path in runs:
-        assert json.loads(path.read_text())["replay"]["tokens_per_s"]["hazard"] > 0
+        assert json.loads(path.read_text())["replay"]["policies"]["hazard"]["tokens_per_s"] > 0
     assert "router: 3 runs" in output
     assert manifest_of(workplace, "router") == before
 
@@ -171,9 +207,9 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
     monkeypatch.setenv("HOME", str(workplace))
     output = run(workplace, "train.py task=router logger=wandb")
     assert "W&B runs offline" in output
-    assert list((workplace / "artifacts/tiny/runs/router").rglob("*.wandb"))
+    assert appears(workplace / "artifacts/tiny/runs/router", "*.wandb")
     run(workplace, "evaluate.py logger=wandb evaluate.limit=1 paths.evaluation=tracked")
-    assert list((workplace / "tracked").rglob("*.wandb"))
+    assert appears(workplace / "tracked", "*.wandb")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +231,15 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
             "policy static_ar_tree: arms.ar_tree is null, so there is no arm",
         ),
         ("evaluate.py arms.ar_tree.top_k=1", "arms.ar_tree.top_k is 1, but has to be"),
+        ("evaluate.py check=lossy", "it must be null, lossless or replay"),
+        ("train.py task=router router.leave_out=[poems]", "know no category 'poems'"),
+        ("train.py task=router router.arms=[rnn]", "choose from ar, ar_tree, diffusion"),
+        (
+            "train.py task=router router.width=5000",
+            "at most 3,000,000 are allowed: lower the width",
+        ),
+        ("train.py task=router router.frailty=0", "frailty is 0: it must be null or above 0"),
+        ("train.py task=router router.ceiling_folds=1", "it must be 0, or 2 or more"),
         ("evaluate.py arms.draft_lenght=3", "Did you mean arms.draft_length"),
         ("evaluate.py arms.draft_length=3", "'max_draft': 3, 'chat'"),
         (

@@ -17,7 +17,7 @@ from tests.stages import ROOT, manifest_of, run
 from whiflash_infer.drafters.load import load_arms
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.sources import RandomTiny
 from whiflash_infer.target import Target
 from whiflash_train.entry import check_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +22,8 @@ examples:
 a line of the file:
   {{"id": "a", "prompt": "Name three primes.", "max_new_tokens": 40, "temperature": 0.7, "seed": 1}}
   it has a prompt or messages ([{{"role": ..., "content": ...}}]), and may have an id, tools, and
-  any option of the answer by its name, such as top_p, or stop with a string or a list of them
+  any option of the answer by its name, such as top_p, or stop with a string or a list of them;
+  arm, price and category, too
 
 exit status: 0 done, 1 some prompts of a file have no answer (or a fault of ours, with a traceback),
   2 something to mend (one line says what), 130 interrupted
@@ -35,7 +37,8 @@ _REAL = (
     "presence_penalty",
     "frequency_penalty",
 )
-OPTION_NAMES = (*_WHOLE, *_REAL, "stop")
+_STEERING = ("arm", "price", "category")
+OPTION_NAMES = (*_WHOLE, *_REAL, *_STEERING, "stop")
 _HELP = {
     "max_new_tokens": "tokens of an answer at most",
     "temperature": "0 is greedy",
@@ -91,7 +94,24 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         "--policy",
         metavar="NAME",
         help="plain, static_ar, static_ar_tree, static_diffusion, static_diffusion_tree, random; "
-        "with a router also entropy and hazard (default: hazard with a router, else the drafter)",
+        "with a router also hazard, entropy, delta, request, category and bandit (default: hazard "
+        "with a router, else the drafter)",
+    )
+    group.add_argument(
+        "--arm",
+        metavar="NAME",
+        help="plain, ar, ar_tree, diffusion or diffusion_tree: use it in every round, whatever the "
+        "policy says",
+    )
+    group.add_argument(
+        "--price",
+        type=float,
+        metavar="TOKENS_PER_SECOND",
+        help="what a second is worth, for the policy hazard: a small one drafts as much as may be "
+        "accepted, a large one saves seconds (default: the router's own)",
+    )
+    group.add_argument(
+        "--category", default="", metavar="NAME", help="kind of the prompt, for the policy category"
     )
     group.add_argument(
         "--allow-foreign-costs",
@@ -160,10 +180,26 @@ def made_options(values: Mapping[str, Any]) -> GenerationOptions:
         if not (_is_a(int, made[name]) or (name == "top_k" and made[name] is None)):
             raise UserError(f"{name} is {made[name]!r}, but has to be a whole number")
     for name in _REAL:
-        if not _is_a((int, float), made[name]):
-            raise UserError(f"{name} is {made[name]!r}, but has to be a number")
-        made[name] = _as_float(name, made[name])
-    return GenerationOptions(**made, stop_strings=_stop_strings(values["stop"]))
+        made[name] = _real(name, made[name])
+    return GenerationOptions(
+        **made,
+        stop_strings=_stop_strings(values["stop"]),
+        arm=None if values["arm"] is None else _text("arm", values["arm"]),
+        price=math.nan if values["price"] is None else _real("price", values["price"]),
+        category="" if values["category"] is None else _text("category", values["category"]),
+    )
+
+
+def _real(name: str, value: Any) -> float:
+    if not _is_a((int, float), value):
+        raise UserError(f"{name} is {value!r}, but has to be a number")
+    return _as_float(name, value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r}, but has to be a text")
+    return value
 
 
 def _is_a(kind: type | tuple[type, ...], value: object) -> bool:

@@ -76,6 +76,7 @@ def _encode(
                 raw=told.raw,
             )
             check_request(ids, question.options, decoder.target.max_length)
+            decoder.check_arm(question.options)
         except UserError as error:
             questions.failures[question.line] = str(error)
         else:

@@ -22,7 +22,8 @@ def answer_prompt(
     rate = "-"
     if generation.decoded_tokens:
         rate = f"{generation.decoded_tokens / generation.decode_seconds:,.1f} in rounds"
-    console.print(summary(f"policy {decoder.policy.name}", [generation], rate=rate))
+    steered = f"policy {decoder.policy.name}" if options.arm is None else f"arm {options.arm}"
+    console.print(summary(steered, [generation], rate=rate))
     if generation.error:
         console.print(f"error: {generation.error}; the answer ends there", markup=False)
     return 1 if generation.error else 0

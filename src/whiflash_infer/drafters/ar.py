@@ -14,7 +14,7 @@ from whiflash_infer.masks import PassMask, causal
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.sequence import Texts
 from whiflash_infer.target import TargetTables
-from whiflash_infer.trees import TreeGrower, chain
+from whiflash_infer.trees import TreeGrower, chain, cut
 
 
 class CachedAR(Drafter):
@@ -108,19 +108,28 @@ class ARArm:
         num_draft: Sequence[int],
         draw: DrawDrafts | None = None,
     ) -> Drafts:
+        """A tree is grown whole and then cut, so that a shorter draft is a part of a longer one."""
+        depth = max(num_draft) if self.top_k == 1 else self.max_draft
+        self._make_room(texts.anchors(rows), depth)
         levels = _Levels(self.drafter, texts, rows)
         if draw is not None:
             return self._drawn(levels, num_draft, draw)
         grower = TreeGrower(
-            num_nodes=min(self.max_nodes, max(num_draft)) if self.top_k == 1 else self.max_nodes,
+            num_nodes=min(self.max_nodes, depth) if self.top_k == 1 else self.max_nodes,
             beam=self.top_k,
             num_children=self.top_k,
             vocabulary=self.net.vocabulary(),
         )
-        for _ in range(max(num_draft)):
+        for _ in range(depth):
             frontier = grower.extend(levels.logits())
             levels.descend(frontier.ids, frontier.slots)
-        return Drafts(shortened(grower.finish(), num_draft), grower.finite)
+        tree = grower.finish()
+        return Drafts(cut(tree, num_draft) if min(num_draft) < depth else tree, grower.finite)
+
+    def _make_room(self, anchors: Sequence[int], depth: int) -> None:
+        """For the entries of all levels but the first, which may be more than a pass reads."""
+        cache = self.drafter.kv
+        cache.reserve(len(cache.lengths), max(anchors) + (depth - 1) * self.top_k)
 
     def _drawn(self, levels: _Levels, num_draft: Sequence[int], draw: DrawDrafts) -> Drafts:
         vocabulary = self.net.vocabulary()

@@ -15,7 +15,7 @@ from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.nets.layers import head_product
 from whiflash_infer.sequence import Texts
 from whiflash_infer.target import TargetTables
-from whiflash_infer.trees import TreeGrower, chain
+from whiflash_infer.trees import TreeGrower, chain, cut
 
 
 class CachedDiffusion(Drafter):
@@ -85,7 +85,7 @@ class DiffusionArm:
         self.drafter = drafter
         self.max_draft = drafter.net.config.block_size - 1
         self.max_nodes = self.max_draft if num_nodes is None else num_nodes
-        self._is_tree = num_nodes is not None
+        self.is_tree = num_nodes is not None
 
     @property
     def net(self) -> DiffusionDrafter:
@@ -98,15 +98,17 @@ class DiffusionArm:
         num_draft: Sequence[int],
         draw: DrawDrafts | None = None,
     ) -> Drafts:
-        """The whole block is denoised, as in training; the first slots of it are used."""
-        longest = max(num_draft)
+        """The whole block is denoised, as in training. A chain uses the first slots of it; a tree
+        is grown over all and then cut, so that a shorter draft is a part of a longer one."""
+        whole = self.is_tree and draw is None
+        longest = self.max_draft if whole else max(num_draft)
         hidden = self.drafter.denoise(texts, rows)[:, 1 : longest + 1]
         anchor_ids = texts.ids(rows, texts.anchors(rows), 1)
         logits = head_product(hidden, self.drafter.tables.head)
         if draw is not None:
             return self._drawn(logits, anchor_ids, num_draft, draw)
-        paths = self.max_nodes if self._is_tree else 1
-        nodes = self.max_nodes if self._is_tree else longest
+        paths = self.max_nodes if self.is_tree else 1
+        nodes = self.max_nodes if self.is_tree else longest
         grower = TreeGrower(num_nodes=nodes, beam=paths, num_children=paths)
         if self.net.markov_head is None:
             grower.extend_independent(self._marginals(logits))
@@ -115,11 +117,12 @@ class DiffusionArm:
             for slot in range(longest):
                 biased = logits[:, slot, None] + self.net.markov_head(previous)
                 previous = grower.extend(self._marginals(biased)).ids
-        return Drafts(shortened(grower.finish(), num_draft), grower.finite)
+        tree = grower.finish()
+        return Drafts(cut(tree, num_draft) if min(num_draft) < longest else tree, grower.finite)
 
     def _marginals(self, logits: Float[Tensor, "*N V"]) -> Float[Tensor, "*N V"]:
         """A soft cap changes what paths are worth, but never which token is the likeliest."""
-        return self.drafter.tables.softcapped(logits) if self._is_tree else logits
+        return self.drafter.tables.softcapped(logits) if self.is_tree else logits
 
     def _drawn(
         self,

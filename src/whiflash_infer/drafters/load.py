@@ -16,9 +16,8 @@ from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter
 from whiflash_infer.target import Target
-from whiflash_infer.types import AR, AR_TREE, DIFFUSION, DIFFUSION_TREE
+from whiflash_infer.types import AR, AR_TREE, CHAINS, DIFFUSION, DIFFUSION_TREE
 
-CHAINS = (AR, DIFFUSION)  # arms that draft one path; the trees of both networks come beside them
 MAX_DEPTH = 32
 
 
@@ -65,6 +64,23 @@ class ArmSettings:
 
 
 _DEFAULTS = ArmSettings()
+
+
+def arm_settings(found: Mapping[str, Any]) -> ArmSettings:
+    """From what `asdict` made of them."""
+    tree = found["ar_tree"]
+    return ArmSettings(
+        draft_length=found["draft_length"],
+        ar_tree=None if tree is None else ARTree(**tree),
+        diffusion_tree=found["diffusion_tree"],
+    )
+
+
+def shapes_of(arms: Mapping[str, Arm]) -> dict[str, dict[str, int]]:
+    """What labels and prices of an arm depend on, besides its drafter."""
+    return {
+        name: {"max_draft": arm.max_draft, "max_nodes": arm.max_nodes} for name, arm in arms.items()
+    }
 
 
 def load_arms(

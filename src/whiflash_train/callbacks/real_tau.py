@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.target import Target
 
 _ARM = "trained"

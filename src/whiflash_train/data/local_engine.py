@@ -11,7 +11,7 @@ from whiflash_infer.chat import Chat
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import UserError
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.policies import StaticPolicy
+from whiflash_infer.routing.policies import StaticPolicy
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN, Generation
 from whiflash_train.checks import checked

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from accelerate import PartialState
 
 _PATIENCE = timedelta(days=2)  # the others may still be answering
@@ -21,7 +22,8 @@ class Processes:
         """One process, unless a launcher started several."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(0, 1)
-        state = PartialState(timeout=_PATIENCE)
+        # Without a GPU the group is formed only when it is asked for on the CPU.
+        state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PATIENCE)
         return cls(state.process_index, state.num_processes)
 
     @property

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from whiflash_infer.labels import following
 from whiflash_infer.nets.ar import ARDrafter
+from whiflash_infer.routing.labels import following
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.distillation import SoftLoss, soft_losses
 from whiflash_train.objectives.common import (

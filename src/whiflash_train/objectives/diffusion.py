@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whiflash_infer.labels import block_ids, following, previous_ids
 from whiflash_infer.nets.diffusion import DiffusionDrafter
+from whiflash_infer.routing.labels import block_ids, following, previous_ids
 from whiflash_train.batches import DrafterBatch
 from whiflash_train.block_losses import Bias, BlockObjective, slot_scores
 from whiflash_train.objectives.common import (
