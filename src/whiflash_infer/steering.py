@@ -65,6 +65,7 @@ class Steering:
             last_arms=np.array(last),
             categories=[request.options.category for request in requests],
             prices=np.array([request.options.price for request in requests]),
+            num_together=len(requests),
         )
 
     def decide(self, requests: Sequence[Request], states: RoundStates) -> list[Decision]:

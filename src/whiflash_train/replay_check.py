@@ -126,8 +126,11 @@ def label_answer(
 def _replays(router: Router, texts: DenseTexts) -> list[tuple[Policy, Replayed]]:
     """Every policy as the engine is to use it, and what replay says of it.
 
-    Policies learn, so decoding gets one that has seen nothing.
+    Policies learn, so decoding gets one that has seen nothing. The drift alarm is off: it pools
+    over texts, which replay walks through side by side and decoding one after the other.
     """
+    steady = replace(router.settings.hazard, drift=None)
+    router = replace(router, settings=replace(router.settings, hazard=steady))
     costs, found = router.costs, []
     names = [*statics(texts.arms), *(n for n in ROUTED if router.has_arms_of(n)), "random"]
     for name in names:

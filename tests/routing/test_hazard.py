@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,16 @@ def test_texts_decided_together_are_each_decided_as_alone() -> None:
     for row in range(6):
         alone = mine.decide(many[row : row + 1], states.of([row]), memory[row : row + 1].copy())
         assert chosen(alone) == chosen(together, row)
+
+
+def test_the_price_list_is_that_of_the_texts_decoded_together_not_of_those_asked_for() -> None:
+    alone = policy(LAM)
+    dear = replace(alone.costs.batches[1], draft={a: [900.0] * 4 for a in ("ar", "diffusion")})
+    model = replace(alone.costs, batches={**alone.costs.batches, 8: dear})
+    mine = HazardPolicy(alone.net, model, HazardSettings(lam=LAM))
+    for together, arm in ((1, "diffusion"), (8, "plain")):
+        decisions = mine.decide(beliefs(), state(num_together=together), blank(mine))
+        assert chosen(decisions)[0] == arm
 
 
 # --- hysteresis, dwell, latch --------------------------------------------------------------

@@ -19,8 +19,8 @@ def solve_price(
     for _ in range(max_iterations):
         achieved = run(lam)
         trace.append((lam, achieved))
-        if abs(achieved - lam) <= tolerance * max(achieved, 1e-9):
-            break
+        if any(abs(achieved - tried) <= tolerance * achieved for tried, _ in trace):
+            break  # it has settled, or goes round in circles
         lam = achieved
     best = max(reversed(trace), key=lambda step: step[1])
     return trace if trace[-1][1] == best[1] else [*trace, best]

@@ -32,6 +32,8 @@ class RoundStates:
     last_arms: the arm of the round before, -1 in a text's first round.
     categories: what kind of prompt each is, empty where nobody said.
     prices: tokens a second that the request itself names, NaN where it names none; None: nobody.
+    num_together: how many texts a round decodes, which makes its price; those here may be some of
+    them, and in replay, where texts advance side by side, many more.
     """
 
     arms: tuple[str, ...]
@@ -42,6 +44,7 @@ class RoundStates:
     last_arms: Int[np.ndarray, " N"]
     categories: Sequence[str]
     prices: Float[np.ndarray, " N"] | None = None
+    num_together: int = 1
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -58,6 +61,7 @@ class RoundStates:
             self.last_arms[index],
             [self.categories[row] for row in index],
             None if self.prices is None else self.prices[index],
+            self.num_together,
         )
 
 

@@ -146,7 +146,7 @@ def read_all(policy: Policy, texts: DenseTexts) -> Float[np.ndarray, "n X"]:
 
 class _Walk:
     def __init__(self, policy: Policy, texts: DenseTexts, costs: CostModel, num_texts: int) -> None:
-        self._policy, self._texts = policy, texts
+        self._policy, self._texts, self._num_texts = policy, texts, num_texts
         self._table = costs.table(texts.arms, num_texts=num_texts)
         self._max_draft = np.array([0, *(costs.max_draft[arm] for arm in texts.arms[1:])])
         drafters = [DRAFTERS.get(arm, PLAIN) for arm in texts.arms]
@@ -202,6 +202,7 @@ class _Walk:
             max_draft=np.minimum(self._max_draft, room[:, None]),
             last_arms=self._last[active],
             categories=[self._texts.categories[text] for text in active.tolist()],
+            num_together=self._num_texts,
         )
 
     def _replayed(self) -> Replayed:

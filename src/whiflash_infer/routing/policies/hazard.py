@@ -210,7 +210,7 @@ class HazardPolicy(BasePolicy):
         price: Float[np.ndarray, " N"],
     ) -> Float[np.ndarray, "N P K1"]:
         """-inf where an arm has no such length, or the text no use for it."""
-        table, shortest = self._table(len(states))
+        table, shortest = self._table(states.num_together)
         seconds = table.seconds(states.positions, states.lags[:, columns])
         longest = states.max_draft[:, columns]
         lengths = np.arange(gains.shape[2])
