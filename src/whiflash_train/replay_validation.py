@@ -130,7 +130,7 @@ class ReplayValidation(Callback):
         names = ["entropy", "delta", "request", "category", "bandit"]
         others = {n: self._replay(router.policy(n)) for n in names if router.has_arms_of(n)}
         others["hedge"] = self._replay(hedge_of(self.texts, self.costs, outcome.settings.lam))
-        entropy = others.pop("entropy", self.best_static)
+        entropy = others.pop("entropy", None)
         verdict = after_training(
             outcome.hazard,
             self.statics,

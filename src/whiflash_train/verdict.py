@@ -132,13 +132,14 @@ def after_training(
     statics: Mapping[str, Replayed],
     oracles: Mapping[str, Replayed],
     ceiling: Replayed | None,
-    entropy: Replayed,
+    entropy: Replayed | None,
     others: Mapping[str, Replayed],
     categories: Sequence[str],
 ) -> Verdict:
-    """others: further policies that the router has to stand beside. See `before_training`."""
+    """others: further policies that the router has to stand beside; entropy: None where one of its
+    two arms is missing. See `before_training`."""
     known = {} if ceiling is None else {CEILING: ceiling}
-    rivals = {ENTROPY: entropy, **others}
+    rivals = {**({} if entropy is None else {ENTROPY: entropy}), **others}
     policies = {**statics, **rivals, HAZARD: hazard, **known, **oracles}
     numbers = _numbers(policies, statics, categories)
     best = numbers["best_static"]
@@ -325,7 +326,8 @@ def _losing_categories(gains: Mapping[str, Gain], gaps: Mapping[str, Any]) -> li
 
 def _rival_sentences(gains: Mapping[str, Gain]) -> list[str]:
     """Of the entropy gate always, of others only where they are better."""
-    sentences = [f"hazard {gains[ENTROPY]} over the entropy gate"]
+    known = [gains[ENTROPY]] if ENTROPY in gains else []
+    sentences = [f"hazard {gain} over the entropy gate" for gain in known]
     for name, gain in gains.items():
         if gain.high < 1.0:
             better = Gain(1 / gain.ratio, 1 / gain.high, 1 / gain.low)

@@ -158,6 +158,20 @@ def test_the_verdict_tells_a_router_that_pays_from_one_that_has_collapsed() -> N
     assert not any(s.startswith("routing pays") for s in sentences)
 
 
+def test_without_the_block_drafter_nothing_goes_by_the_name_of_the_entropy_gate() -> None:
+    world = two_regimes(8, 40, 1, arms=["ar"])
+    texts = stacked(world)
+    judge = ReplayValidation(
+        texts=texts, costs=COSTS, settings=HazardSettings(lam=0.0), lam=None, category_arms={}
+    )
+    net = fit_hazards(config(texts), [texts], FEW)
+    settings, outcome = judge.finish(net)
+    router = Router(net=net, settings=settings, costs=COSTS, manifest={})
+    verdict, numbers = judge.judge(router, outcome)
+    assert {"entropy", "delta"}.isdisjoint(numbers["policies"])
+    assert not any("entropy" in sentence for sentence in verdict.sentences)
+
+
 def test_the_ceiling_is_what_a_fresh_network_reaches_on_texts_it_has_not_seen() -> None:
     train, world = stacked(two_regimes(40, 120, 5)), two_regimes(40, 120, 6)
     settings = HazardSettings(lam=0.0)
