@@ -30,8 +30,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.metrics import bootstrap_ratio
 from whiflash_infer.options import GenerationOptions
+from whiflash_infer.statistics import bootstrap_ratio
 from whiflash_infer.types import AR, DIFFUSION, PLAIN
 
 HUGGING_FACE = "hugging face"

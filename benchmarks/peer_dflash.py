@@ -38,8 +38,8 @@ from peer_exchange import prepare
 from rich.table import Table
 
 from whiflash_infer.engine import RoutedDecoder
-from whiflash_infer.metrics import bootstrap_ratio
 from whiflash_infer.options import GenerationOptions
+from whiflash_infer.statistics import bootstrap_ratio
 from whiflash_infer.types import DIFFUSION, DIFFUSION_TREE
 
 OURS, THEIRS, THEIR_PLAIN = "whiflash, block", "dflash, block", "dflash, plain"

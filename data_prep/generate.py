@@ -35,6 +35,7 @@ from whiflash_train.preparation import (
     show_counts,
 )
 from whiflash_train.progress import rate_bar
+from whiflash_train.redaction import without_secrets
 from whiflash_train.runner import load_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +70,7 @@ def generate(cfg: DictConfig) -> None:
     require_rows([d.picked for d in dialogues], tally)
     engine = build_section(cfg, "engine").connect(chat, lambda: load_target(cfg))
     manifest = conversations_manifest(cfg, engine.target_identity() or chat.identity())
-    manifest["engine"] = engine.facts()
+    manifest["engine"] = without_secrets(engine.facts())
     path = Path(cfg.paths.conversations)
     options = sampling(cfg)
     fingerprint = _fingerprint(manifest, options, dialogues)

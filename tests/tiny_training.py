@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch import nn
@@ -122,11 +123,15 @@ class Training:
     options: tuple[str, ...] = ()
     exports: list[Path] = field(default_factory=list)
 
-    def run(self, *, resume: bool = False) -> tuple[Recorder, dict[str, float]]:
+    def run(
+        self, *, resume: bool = False, logger: Logger | None = None
+    ) -> tuple[Recorder, dict[str, float]]:
         recorder = Recorder()
         cfg = config(f"resume={str(resume).lower()}", *self.options)
         callbacks = (recorder, *self.callbacks)
-        metrics = runner.train(cfg, self.fit, self.trainee(), self.folder, callbacks=callbacks)
+        metrics = runner.train(
+            cfg, self.fit, self.trainee(), self.folder, callbacks=callbacks, logger=logger
+        )
         return recorder, metrics
 
     def trainee(self) -> Trainee:

@@ -22,6 +22,7 @@ from whiflash_infer.exchange.facts import TOKEN_IDS, Drafter
 from whiflash_infer.exchange.files import CONFIG, WEIGHTS, read_safetensors
 from whiflash_infer.exchange.formats import dtype_field, native_layout
 from whiflash_infer.exchange.tensors import load_state
+from whiflash_infer.nets.ar import ARDrafter
 
 _LAYOUTS: tuple[ModuleType, ...] = (eagle3, zlab)
 
@@ -41,7 +42,11 @@ def load_drafter(
     manifest = read_manifest(path, made_by=made_by)
     net = _build(path / CONFIG)
     weights = path / WEIGHTS
-    load_state(net, read_safetensors(weights), path=weights, names={})
+    tensors = read_safetensors(weights)
+    if isinstance(net, ARDrafter):
+        made = dict(net.named_buffers())
+        tensors = {**{name: made[name] for name in eagle3.maps_left_out(net)}, **tensors}
+    load_state(net, tensors, path=weights, names={})
     return net.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
 
 

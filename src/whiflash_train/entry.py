@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from whiflash_infer.errors import UserError
+from whiflash_train.redaction import without_secrets
 from whiflash_train.sweep_results import RUN_ERROR
 
 _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 2, 130
@@ -46,6 +47,7 @@ def entry_point(
         @functools.wraps(function)
         def guarded(cfg: DictConfig) -> Any:
             OmegaConf.update(cfg, "paths.root", str(root.resolve()))
+            hide_secrets()
             with _told_in_one_line():
                 if sweep_goes_on and HydraConfig.get().mode == RunMode.MULTIRUN:
                     return _one_of_a_sweep(function, cfg)
@@ -56,9 +58,9 @@ def entry_point(
 
         def main() -> None:
             quiet_libraries()
-            sys.argv = ["strict=true" if a == "--strict" else a for a in sys.argv]
-            arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
             with _told_in_one_line():
+                sys.argv = _flags_as_overrides(config_name, sys.argv)
+                arguments = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
                 if not _INFORMATION & set(sys.argv):
                     check_plugins(folder, config_name, arguments)
                     check_keys(folder, config_name, arguments)
@@ -82,6 +84,26 @@ def _one_of_a_sweep(function: Callable[[DictConfig], Any], cfg: DictConfig) -> A
         return None
 
 
+def _flags_as_overrides(config_name: str, arguments: list[str]) -> list[str]:
+    """`--strict`, and `--limit N` of an evaluation, under their own keys.
+
+    Raises: UserError for a limit without its number.
+    """
+    rest, found = iter(arguments), []
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if argument == "--strict":
+            found.append("strict=true")
+        elif name == "--limit" and config_name == "evaluate":
+            number = value or next(rest, "")
+            if not number.isdecimal():
+                raise UserError("--limit needs a number: the prompts to ask, such as --limit 100")
+            found.append(f"evaluate.limit={number}")
+        else:
+            found.append(argument)
+    return found
+
+
 @contextmanager
 def _told_in_one_line() -> Iterator[None]:
     """Ends the process with a message and an exit status for what a user can mend."""
@@ -95,6 +117,19 @@ def _told_in_one_line() -> Iterator[None]:
         _stop(_cannot_write(error), _EXIT_USER_ERROR)
     except KeyboardInterrupt:
         _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
+
+
+def hide_secrets() -> None:
+    """In the files in which Hydra keeps a run's configuration, before the run begins."""
+    settings = HydraConfig.get()
+    files = [*Path(settings.runtime.output_dir, ".hydra").glob("*.yaml")]
+    if settings.mode == RunMode.MULTIRUN:
+        files += Path(settings.sweep.dir).glob("multirun.yaml")
+    for path in files:
+        kept = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        shown = without_secrets(kept)
+        if shown != kept:
+            OmegaConf.save(OmegaConf.create(shown), path)
 
 
 def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:

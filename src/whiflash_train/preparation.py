@@ -16,6 +16,7 @@ from whiflash_infer.errors import UserError
 from whiflash_train.data.selection import DataSettings, read_evaluation_turns
 from whiflash_train.data.sources import DataSource
 from whiflash_train.data.tally import Tally
+from whiflash_train.redaction import without_secrets
 
 console = Console()
 
@@ -81,7 +82,7 @@ def conversations_manifest(cfg: DictConfig, target: dict[str, Any]) -> dict[str,
     target: what the rows depend on; without weights when the target did not write the answers.
     """
     sections = ("source", "data", "chat", "generate", "engine")
-    config = {name: _plain(cfg[name]) for name in sections if name in cfg}
+    config = without_secrets({name: _plain(cfg[name]) for name in sections if name in cfg})
     return {
         "target": {"name": cfg.target.name, **target},
         "chat": chat_options(cfg).manifest(),

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     TQDMProgressBar,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -42,7 +44,7 @@ from whiflash_infer.target import Target, has_fast_bfloat16, resolve_device
 from whiflash_infer.types import DIFFUSION, PLAIN
 from whiflash_train.batches import Share
 from whiflash_train.callbacks import Checkpoints, RealTau, SkipNonFinite
-from whiflash_train.loggers import close_logger
+from whiflash_train.loggers import close_logger, log_config, log_result
 from whiflash_train.module import (
     ShardedModule,
     TraineeModule,
@@ -50,6 +52,7 @@ from whiflash_train.module import (
     cosine_with_warmup,
 )
 from whiflash_train.preparation import build_section, chat_options
+from whiflash_train.redaction import without_secrets
 from whiflash_train.start_up import parts, show_start, training_memory
 from whiflash_train.tasks import TASKS, FitSettings, Trainee, Workspace, state_below
 
@@ -141,14 +144,17 @@ def fit(cfg: DictConfig, *, callbacks: tuple[Callback, ...] = ()) -> dict[str, f
         load_target=cache(partial(load_target, cfg)),
         load_costs=partial(configured_costs, cfg),
         mask_token_id=cfg.target.mask_token_id,
-        resolved_config=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore
+        resolved_config=_told_config(cfg),
     )
     trainee: Trainee = task.build(workspace)
     _choose_attention(cfg, trainee)
     _tell_start(cfg, task.fit, trainee)
     _same_run(output_dir / "task.json", workspace, cfg.task, resume=cfg.resume)
-    metrics = train(cfg, task.fit, trainee, output_dir, callbacks=callbacks)
-    _export(cfg, trainee, _destination(cfg, output_dir), metrics)
+    with _logger(cfg, output_dir) as logger:
+        metrics = train(cfg, task.fit, trainee, output_dir, callbacks=callbacks, logger=logger)
+        made = _destination(cfg, output_dir)
+        _export(cfg, trainee, made, metrics)
+        log_result(logger, cfg.task, workspace.paths, made)
     return metrics
 
 
@@ -159,6 +165,7 @@ def train(
     output_dir: Path,
     *,
     callbacks: tuple[Callback, ...] = (),
+    logger: Logger | None = None,
 ) -> dict[str, float]:
     """Train, and leave the best weights in the network; returns their validation metrics."""
     checkpoints = _checkpoints(output_dir, fit, trainee.monitor, resume=cfg.resume)
@@ -167,9 +174,8 @@ def train(
     module = _module(cfg, fit, trainee)
     guard = SkipNonFinite(max_skipped=fit.max_skipped)
     beside = [checkpoints, guard, *trainee.callbacks, *callbacks, *_averaging(fit)]
-    trainer = _trainer(cfg, fit, output_dir, beside)
-    if trainer.logger is not None:
-        trainer.logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))  # pyright: ignore
+    trainer = _trainer(cfg, fit, output_dir, beside, logger)
+    log_config(logger, _told_config(cfg))
     batches = _Batches(trainee, fit.accumulate)
     started = time.perf_counter()
     try:
@@ -180,8 +186,6 @@ def train(
                 trainer.validate(module, datamodule=batches, verbose=False)
     except SystemExit:  # how Lightning ends after Ctrl-C
         raise KeyboardInterrupt from None
-    finally:
-        close_logger(trainer.logger)
     metrics = _keep_best(module, checkpoints)
     metrics["minutes"] = (time.perf_counter() - started) / 60
     return metrics
@@ -335,10 +339,37 @@ def _same_run(path: Path, workspace: Workspace, task: str, *, resume: bool) -> N
         rank_zero_only(write_json)(path, settings)
 
 
+@contextmanager
+def _logger(cfg: DictConfig, output_dir: Path) -> Iterator[Logger | None]:
+    """The configured logger, closed at the end.
+
+    Raises: UserError where its package is missing.
+    """
+    options = {"output_dir": str(output_dir), "resume": cfg.resume, "_convert_": "all"}
+    try:
+        logger = instantiate(cfg.logger, **options)
+    except InstantiationException as error:
+        raise UserError(str(error.__cause__ or error).splitlines()[0]) from None
+    try:
+        yield logger
+    except BaseException:
+        close_logger(logger, failed=True)
+        raise
+    close_logger(logger)
+
+
+def _told_config(cfg: DictConfig) -> dict[str, Any]:
+    """For manifests and loggers."""
+    return without_secrets(OmegaConf.to_container(cfg, resolve=True))
+
+
 def _trainer(
-    cfg: DictConfig, fit: FitSettings, output_dir: Path, callbacks: list[Callback]
+    cfg: DictConfig,
+    fit: FitSettings,
+    output_dir: Path,
+    callbacks: list[Callback],
+    logger: Logger | None,
 ) -> L.Trainer:
-    logger = instantiate(cfg.logger, output_dir=str(output_dir), _convert_="all")
     device = resolve_device(cfg.device)
     precision = cfg.trainer.precision
     if precision == "auto":

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from whiflash_infer.errors import UserError
-from whiflash_train.loggers import close_logger, wandb_logger
 from whiflash_train.sweep_results import Sweep, read_sweep
+from whiflash_train.wandb_runs import begin
 
 _EXIT_USER_ERROR = 2
 _GROUP = "WANDB_RUN_GROUP"  # read by wandb in every run, wherever the launcher starts it
@@ -77,12 +76,11 @@ def log_sweep(config: DictConfig, sweep: Sweep, written: Sequence[Path]) -> None
     options: dict[str, Any] = OmegaConf.to_container(config.logger, resolve=True)  # pyright: ignore
     del options["_target_"]
     options["name"] = f"{options['name']}/sweep"
-    logger = wandb_logger(output_dir=str(sweep.folder), **options)
-    assert isinstance(logger, WandbLogger)
+    run = begin(sweep.folder, job_type="sweep", **options)
     make = {
         ".png": lambda path: wandb.Image(str(path)),
         ".html": lambda path: wandb.Html(str(path)),
         ".csv": lambda path: wandb.Table(dataframe=pandas.read_csv(path)),
     }
-    logger.experiment.log({path.name: make[path.suffix](path) for path in written})
-    close_logger(logger)
+    run.log({path.name: make[path.suffix](path) for path in written})
+    run.finish()

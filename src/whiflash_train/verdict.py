@@ -15,8 +15,8 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
 
-from whiflash_infer.metrics import bootstrap_ratio
 from whiflash_infer.routing.replay import Replayed
+from whiflash_infer.statistics import bootstrap_ratio
 from whiflash_infer.types import PLAIN
 
 _WORTH = 1.03  # a ceiling below this gain over the best static arm is not worth a router

@@ -535,3 +535,78 @@ def test_any_value_gives_a_row_or_a_reason_and_nothing_else(raw: Any) -> None:
     else:
         content_key(result)
         json.dumps(result.__dict__, allow_nan=False, ensure_ascii=False).encode()
+
+
+OPENING = [{"role": "system", "content": "Fix bugs."}, {"role": "user", "content": "It crashes."}]
+REPLIED = {"role": "assistant", "content": "I look.\n\n```\nls\n```"}
+SEEN = {"role": "user", "content": "owl.py"}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        # Messages that also tell thought and action.
+        {"history": [*OPENING, {**REPLIED, "thought": "I look.", "action": "ls\n"}, SEEN]},
+        # Without the answer as one text.
+        {"history": [*OPENING, {"role": "assistant", "thought": "I look.", "action": "ls"}, SEEN]},
+        # Steps, whose first one tells what it was asked.
+        {
+            "trajectory": [
+                {
+                    "response": REPLIED["content"],
+                    "thought": "I look.",
+                    "action": "ls\n",
+                    "observation": "owl.py",
+                    "query": OPENING,
+                }
+            ]
+        },
+        {"trajectory": [{"thought": "I look.", "action": "ls", "observation": "owl.py",
+                         "messages": OPENING}]},
+        # The history is what the steps were taken in.
+        {"history": [*OPENING, REPLIED, SEEN], "trajectory": [{"action": "rm"}]},
+        # Roles and texts under other names.
+        {
+            "trajectory": [
+                {"role": "system", "system_prompt": "Fix bugs.", "text": None},
+                {"role": "user", "system_prompt": None, "text": "It crashes."},
+                {"role": "ai", "system_prompt": None, "text": REPLIED["content"]},
+                {"role": "user", "system_prompt": None, "text": "owl.py"},
+            ]
+        },
+        {"traj": [*OPENING, REPLIED, SEEN]},
+    ],
+)  # fmt: skip
+def test_every_shape_of_the_same_recorded_run_is_the_same_conversation(raw: Any) -> None:
+    assert conversation(raw).messages == [*OPENING, REPLIED, SEEN]
+
+
+def test_an_example_and_the_problem_of_a_recorded_run_are_one_user_turn() -> None:
+    shown = {"role": "user", "content": "An example.", "is_demo": True}
+    row = conversation({"history": [OPENING[0], shown, OPENING[1], REPLIED]})
+    assert [m["content"] for m in row.messages[:2]] == ["Fix bugs.", "An example.\n\nIt crashes."]
+    assert refused({"messages": [shown, OPENING[1], REPLIED]}).reason == "roles_out_of_order"
+
+
+def test_steps_without_a_query_begin_with_the_problem_and_an_empty_observation_is_told() -> None:
+    steps = [{"response": "ls", "observation": ""}, {"response": "rm", "observation": "gone"}]
+    row = conversation({"trajectory": steps, "problem_statement": "It crashes."})
+    said = [(m["role"], m["content"]) for m in row.messages]
+    assert said == [
+        ("user", "It crashes."),
+        ("assistant", "ls"),
+        ("user", "(no output)"),
+        ("assistant", "rm"),
+        ("user", "gone"),
+    ]
+    assert refused({"trajectory": steps}).reason == "no_messages"
+    assert refused({"trajectory": [{**steps[0], "query": 3}]}).reason == "no_messages"
+    assert refused({"trajectory": [{"query": OPENING}]}).reason == "null_content"
+
+
+def test_results_of_recorded_calls_keep_the_first_of_their_ids() -> None:
+    calls = [{"id": "call_1", "function": {"name": "weather", "arguments": "{}"}}]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "content": "rain", "tool_call_ids": ["call_1"]}
+    row = conversation({"history": [ASKED, asked, result]})
+    assert row.messages[2] == {"role": "tool", "content": "rain", "tool_call_id": "call_1"}

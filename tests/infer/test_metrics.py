@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from whiflash_infer.metrics import Answer, acceptance_by_slot, bootstrap_ratio, cell, summarise
+from whiflash_infer.metrics import Answer, Note, acceptance_by_slot, cell, summarise
+from whiflash_infer.statistics import bootstrap_ratio
 from whiflash_infer.types import PHASES, Generation, Round
 
 
@@ -53,7 +55,7 @@ def answer(
 def test_a_cell_holds_the_numbers_worked_by_hand() -> None:
     plain = [answer("plain", [a_round("plain", 0, 0)] * 6, seconds=0.6)]
     rounds = [a_round("ar", 4, 3), a_round("ar", 4, 0), a_round("plain", 0, 0, switched=True)]
-    found = cell([answer("x", rounds, seconds=0.2)], plain, bootstrap=50, seed=0)
+    found = cell([(answer("x", rounds, seconds=0.2), plain[0])], bootstrap=50, seed=0)
     assert found["tokens"] == 6
     assert found["rounds"] == 3
     assert found["tokens_per_s"] == pytest.approx(30.0)
@@ -72,7 +74,7 @@ def test_a_cell_holds_the_numbers_worked_by_hand() -> None:
 def test_tau_is_pooled_over_rounds_and_also_a_mean_of_prompts() -> None:
     many = answer("x", [a_round("ar", 4, 0)] * 9, seconds=1.0, prompt="a")
     few = answer("x", [a_round("ar", 4, 4)], seconds=1.0, prompt="b")
-    found = cell([many, few], [many, few], bootstrap=10, seed=0)
+    found = cell([(many, many), (few, few)], bootstrap=10, seed=0)
     assert found["tau"] == pytest.approx((9 * 1 + 5) / 10)
     assert found["tau_prompt_mean"] == pytest.approx((1 + 5) / 2)
 
@@ -83,18 +85,19 @@ def test_fallbacks_are_counted_by_kind_over_all_prompts() -> None:
         answer("x", rounds, seconds=1.0, fallbacks={"router": 1, "ar drafter": 2}),
         answer("x", rounds, seconds=1.0, fallbacks={"ar drafter": 3}),
     ]
-    assert cell(failing, failing, bootstrap=10, seed=0)["fallbacks"] == {
+    pairs = [(one, one) for one in failing]
+    assert cell(pairs, bootstrap=10, seed=0)["fallbacks"] == {
         "router": 1,
         "ar drafter": 5,
     }
-    sound = [answer("x", rounds, seconds=1.0)]
-    assert cell(sound, sound, bootstrap=10, seed=0)["fallbacks"] == {}
+    sound = answer("x", rounds, seconds=1.0)
+    assert cell([(sound, sound)], bootstrap=10, seed=0)["fallbacks"] == {}
 
 
 def test_rounds_that_were_not_timed_have_no_phases() -> None:
     untimed = replace(a_round("ar", 4, 3), seconds={})
     mine = [answer("x", [untimed], seconds=0.2)]
-    found = cell(mine, mine, bootstrap=10, seed=0)
+    found = cell([(mine[0], mine[0])], bootstrap=10, seed=0)
     assert found["time_split"] == {**dict.fromkeys(PHASES, 0.0), "host": 1.0}
 
 
@@ -151,3 +154,81 @@ def test_every_category_and_every_bucket_of_prompt_lengths_has_its_own_tau() -> 
     assert [one["prompts"] for one in by_length.values()] == [2, 1, 1]
     # 2 tokens in 0.2 s against 4 in 0.4 s
     assert by_length["004096"]["speedup"] == pytest.approx(1.0)
+
+
+def noted(one: Answer, kinds: list[str], regrets: list[float]) -> Answer:
+    notes = [Note(kind, regret, "ar") for kind, regret in zip(kinds, regrets, strict=True)]
+    return replace(one, notes=notes)
+
+
+def test_histograms_count_lags_of_drafts_and_stretches_of_one_arm() -> None:
+    lags = [0, 1, 3, 4, 9]
+    rounds = [replace(a_round("ar", 4, 0), lag=lag) for lag in lags]
+    rounds += [replace(a_round("plain", 0, 0), lag=0)] * 3
+    mine = answer("x", rounds, seconds=1.0)
+    found = cell([(mine, mine)], bootstrap=10, seed=0)
+    # lags 0 | 1 | 2-3 | 4-7 | 8-15
+    assert found["lags"] == {"edges": [0, 1, 2, 4, 8], "counts": [1, 1, 1, 1, 1]}
+    # five rounds of ar, then three of plain: bins 1 | 2-3 | 4-7
+    assert found["stretches"] == {"edges": [1, 2, 4], "counts": [0, 1, 1]}
+
+
+def test_arms_are_told_along_the_answer() -> None:
+    prompt = 3  # anchors of rounds: output token 0, 4, 8
+    rounds = [
+        replace(a_round("ar", 4, 3), position=prompt + 0),
+        replace(a_round("plain", 0, 0), position=prompt + 4),
+        replace(a_round("plain", 0, 0), position=prompt + 8),
+    ]
+    mine = answer("x", rounds, seconds=1.0, length=prompt)
+    # one token of the answer is there when its first round begins
+    assert cell([(mine, mine)], bootstrap=10, seed=0)["arms_along"] == {
+        "edges": [0, 8],
+        "shares": {"ar": [0.5, 0.0], "plain": [0.5, 1.0]},
+    }
+
+
+def test_time_of_a_kind_of_text_is_that_of_the_rounds_that_wrote_it() -> None:
+    rounds = [a_round("ar", 4, 3), a_round("ar", 4, 0), a_round("ar", 4, 1)]
+    own = noted(answer("x", rounds, seconds=0.3), ["code", "prose", "code"], [0.0, 0.5, 1.0])
+    plain = [a_round("plain", 0, 0)] * 7
+    base = noted(answer("plain", plain, seconds=1.4), ["code"] * 5 + ["prose"] * 2, [nan] * 7)
+    other = noted(answer("x", rounds, seconds=0.3, prompt="b"), ["prose"] * 3, [nan] * 3)
+    beside = noted(answer("plain", plain, seconds=1.4, prompt="b"), ["prose"] * 7, [nan] * 7)
+    report = summarise([own, base, other, beside], bootstrap=10, seed=0)["x"]
+    code = report["by_kind"]["code"]
+    assert code["prompts"] == 1  # the other answer holds no code
+    # 6 tokens in two thirds of 0.3 s, against 5 tokens in five sevenths of 1.4 s
+    assert code["tokens_per_s"] == pytest.approx(6 / 0.2)
+    assert code["speedup"] == pytest.approx((6 / 0.2) / (5 / 1.0))
+    assert report["overall"]["regret"] == pytest.approx(0.5)
+    assert code["regret"] == pytest.approx(0.5)
+
+
+def test_turns_of_one_conversation_are_one_observation() -> None:
+    """Drawn apart, turns that are alike would make the interval too narrow."""
+
+    def interval(ids: list[str]) -> float:
+        answers = []
+        for number, id_ in enumerate(ids):
+            slow = 1.0 + 0.5 * (number // 4)  # each four are alike
+            answers.append(answer("plain", [a_round("plain", 0, 0)] * 4, seconds=0.4, prompt=id_))
+            answers.append(answer("x", [a_round("ar", 4, 3)], seconds=0.1 * slow, prompt=id_))
+        low, high = summarise(answers, bootstrap=500, seed=0)["x"]["overall"]["speedup_ci"]
+        return high / low
+
+    apart = interval([f"p{n:02d}" for n in range(16)])
+    together = interval([f"c{n // 4}#{n % 4 + 1}" for n in range(16)])
+    assert together > 1.2 * apart
+
+
+def test_a_policy_is_measured_against_its_own_baseline() -> None:
+    one = [a_round("plain", 0, 0)] * 2
+    answers = [
+        answer("plain", one, seconds=0.4),
+        answer("plain, batch 4", one, seconds=0.1),
+        answer("x, batch 4", one, seconds=0.05),
+    ]
+    report = summarise(answers, bootstrap=10, seed=0, baselines={"x, batch 4": "plain, batch 4"})
+    assert report["x, batch 4"]["overall"]["speedup"] == pytest.approx(2.0)
+    assert report["plain, batch 4"]["overall"]["speedup"] == pytest.approx(4.0)

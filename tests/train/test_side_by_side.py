@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from whiflash_train.side_by_side import gaps, show_side_by_side, validated
+from whiflash_train.evaluation.side_by_side import gaps, show_side_by_side, validated
 
 
 def report(drafts: list[int], decoded: list[float], passed: list[float]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import torch
 
 from whiflash_infer.metrics import Answer, summarise
 from whiflash_infer.types import PHASES, Generation, Round
-from whiflash_train.evaluation import show
+from whiflash_train.evaluation.tables import show
 
-CHECKLIST = ("chat template", "tap layers", "draft vocabulary", "rope settings", "dtype")
+CHECKLIST = ("chat template: abc", "tap layers: [1, 3]", "vocabulary", "rope", "dtype: float32")
 
 
 def answer(policy: str, accepted: list[int], *, length: int = 3) -> Answer:
@@ -44,8 +44,12 @@ def shown(answers: list[Answer], capsys: pytest.CaptureFixture[str]) -> str:
         "threads": 1,
         "prompts": 1,
         "temperature": 0.0,
+        "chat_template": "abc",
+        "chat": {},
+        "tap_layer_ids": [1, 3],
     }
-    show({"header": header, "policies": summarise(answers, bootstrap=10, seed=0)})
+    policies = summarise(answers, bootstrap=10, seed=0)
+    show({"header": header, "policies": policies, "ablation": [], "claims": []})
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -62,7 +66,7 @@ def test_a_drafter_that_looks_untrained_brings_a_list_of_what_to_check(
     if tau is None:
         assert "untrained" not in told
     else:
-        assert f"static_diffusion: tau {tau} is that of a nearly untrained drafter" in told
+        assert f"static_diffusion: tau {tau}. That is a nearly untrained drafter" in told
         assert all(item in told for item in CHECKLIST)
 
 

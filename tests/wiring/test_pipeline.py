@@ -15,29 +15,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.docs.readme import followed
 from tests.stages import ROOT, appears, attempt, common, manifest_of, run
 from whiflash_infer.errors import UserError
 from whiflash_train.entry import check_keys
 
-STAGES = [
-    "data_prep/generate.py",
-    "train.py task=ar_drafter",
-    "train.py task=diffusion_drafter",
-    "data_prep/profile_costs.py",
-    "data_prep/log_rounds.py",
-    "train.py task=router",
-    "evaluate.py checkpoint=artifacts/tiny/router",
-]
-
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every stage has run once."""
-    folder = tmp_path_factory.mktemp("whiflash") / "work"
-    folder.mkdir()
-    for stage in STAGES:
-        run(folder, stage)
-    return folder
+    """A folder in which every stage of the README has run once."""
+    return followed(tmp_path_factory)
 
 
 def test_every_stage_leaves_a_complete_artefact(workplace: Path) -> None:
@@ -208,7 +195,9 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
     output = run(workplace, "train.py task=router logger=wandb")
     assert "W&B runs offline" in output
     assert appears(workplace / "artifacts/tiny/runs/router", "*.wandb")
-    # A process of its own, as for users: W&B remembers the runs of other tests in this one.
+    # A process of its own, as for users, and a W&B service of its own: this process has one that
+    # served other tests, and children take what WANDB_SERVICE names.
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     options = ["logger=wandb", "evaluate.limit=1", "paths.evaluation=tracked"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "evaluate.py"), *options, *common(workplace)],

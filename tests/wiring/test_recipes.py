@@ -1,4 +1,4 @@
-"""The recipes of GPU targets: they compose for every machine, and train both drafters.
+"""The recipes of GPU targets: they compose for every machine, and train all three tasks.
 
 No GPU is needed: target, data, steps and devices are made small, and all else stays as it is.
 """
@@ -26,7 +26,12 @@ from whiflash_train.preparation import build_section, build_sources, chat_option
 RECIPES = ("qwen3_4b", "qwen3_8b", "llama31_8b")
 MACHINES = {"one_gpu": 1, "eight_gpus": 8, "two_nodes": 16}
 DRAFTERS = ("ar_drafter", "diffusion_drafter")
-SMALL = "device=cpu source=file source.file.path=prompts.jsonl data.validation_fraction=0.25"
+SMALL = (
+    "device=cpu source=file source.file.path=prompts.jsonl data.validation_fraction=0.25 "
+    "data.router_fraction=0.25"
+)
+COSTS = "costs.contexts=[16] costs.lags=[1] costs.batches=[1] costs.repeats=2"
+ROUTER = "router.fit.max_steps=2 router.ceiling_folds=2"
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def test_what_is_typed_goes_before_what_an_experiment_chose() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_trains_both_drafters_to_folders_that_decode(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_trains_drafters_that_decode_and_a_router(recipe: str, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     rows = [{"prompt": f"Question {i}?"} for i in range(24)]
@@ -91,6 +96,10 @@ def test_a_recipe_trains_both_drafters_to_folders_that_decode(recipe: str, tmp_p
         )
         assert f"written to artifacts/tiny/{task}" in output
         assert manifest_of(folder, task)["metrics"]["val/real_tau"] >= 1.0
+    run(folder, f"data_prep/profile_costs.py {small} {COSTS}")
+    run(folder, f"data_prep/log_rounds.py {small}")
+    run(folder, f"train.py task=router {small} {ROUTER}")
+    assert manifest_of(folder, "router")["replay"]["verdict"]
     source = RandomTiny(cache_dir=f"{tmp_path}/cache/targets", seed=0, hidden_size=64, num_layers=8)
     target = Target.from_pretrained(
         source.resolve(), name="tiny", tap_layer_ids=[1, 3, 4], dtype="bfloat16", device="cpu"

@@ -89,14 +89,17 @@ def build(config: Mapping[str, Any]) -> ARDrafter:
 
 def written(net: ARDrafter) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Config and tensors of this layout, and what to tell."""
-    taps = net.config.tap_layer_ids
-    notes = []
-    if taps[0] != 1:
-        notes = [
-            f"the first layer output is {taps[0]}: SGLang (since its PR 25454) then takes "
-            "eagle_config's ids for layer inputs, one layer too low"
-        ]
-    return config_of(net), dict(net.state_dict()), notes
+    tensors = dict(net.state_dict())
+    for name in maps_left_out(net):
+        del tensors[name]
+    return config_of(net), tensors, []
+
+
+def maps_left_out(net: ARDrafter) -> tuple[str, ...]:
+    """Of a draft vocabulary that is the whole one there are no maps: vLLM has no place for them
+    then. A new network has them right."""
+    whole = net.config.draft_vocab_size == net.config.shape.vocab_size
+    return ("d2t", "t2d") if whole else ()
 
 
 def normalise(

@@ -228,7 +228,7 @@ def _dflash_config(net: DiffusionDrafter) -> dict[str, Any]:
         "target_hidden_size": None,
         _DFLASH_IDS: to_layer_inputs(config.tap_layer_ids),
         "mask_token_id": config.mask_token_id,
-        "sliding_window_non_causal": config.sliding_window is not None,
+        "sliding_window_non_causal": True,  # if false, vLLM makes layers without a window causal
         "sample_from_anchor": False,
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,

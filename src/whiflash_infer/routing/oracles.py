@@ -36,7 +36,7 @@ def oracle_round(texts: DenseTexts, costs: CostModel, *, lam: float, num_texts: 
     row depends on the rounds before, which the choice does not look at.
     """
     table = costs.table(texts.arms, num_texts=num_texts)
-    return _most_valuable(_tokens(texts, table), _seconds(texts, table, lag=1), lam)
+    return _most_valuable(round_tokens(texts, table), _seconds(texts, table, lag=1), lam)
 
 
 def best_oracle_round(
@@ -53,7 +53,7 @@ def best_oracle_round(
     its round, the iteration may fail to settle; the plan is the fastest that it came across.
     """
     table = costs.table(texts.arms, num_texts=num_texts)
-    tokens, seconds = _tokens(texts, table), _seconds(texts, table, lag=1)
+    tokens, seconds = round_tokens(texts, table), _seconds(texts, table, lag=1)
     lam, tried = 0.0, []
     for _ in range(max_iterations):
         plan = _most_valuable(tokens, seconds, lam)
@@ -78,7 +78,7 @@ def oracle_path(texts: DenseTexts, costs: CostModel, *, num_texts: int = 1) -> t
     drafters that have read nothing.
     """
     table = costs.table(texts.arms, num_texts=num_texts)
-    tokens = _tokens(texts, table)
+    tokens = round_tokens(texts, table)
     paths = _shortest_paths(texts, table, tokens)
     best = paths.seconds.argmin(-1)
     arms, num_draft, _ = paths.steps_of(np.arange(len(best)), best)
@@ -94,9 +94,9 @@ def oracle_path(texts: DenseTexts, costs: CostModel, *, num_texts: int = 1) -> t
 
 
 def plans_of(texts: DenseTexts, plan: Plan) -> dict[int, TextPlan]:
-    """The plan of each text by its number, as `PlannedPolicy` takes them."""
+    """The plan of each text by its number, as `PlannedPolicy` takes them; none without rounds."""
     parts = {}
-    for text in range(len(texts)):
+    for text in np.flatnonzero(np.diff(texts.starts)).tolist():
         rows = slice(int(texts.starts[text]), int(texts.starts[text + 1]))
         first = int(texts.positions[rows][0])
         parts[text] = TextPlan(first, plan.arms[rows], plan.num_draft[rows])
@@ -105,12 +105,12 @@ def plans_of(texts: DenseTexts, plan: Plan) -> dict[int, TextPlan]:
 
 def hedge_of(texts: DenseTexts, costs: CostModel, lam: float) -> HedgePolicy:
     """The policy that is told after each round what every arm would have gained there."""
-    starts = texts.starts.tolist()
+    spans = {t: span for t, span in enumerate(pairwise(texts.starts.tolist())) if span[0] < span[1]}
     return HedgePolicy(
         texts.arms,
         costs,
-        {text: int(texts.positions[start]) for text, start in enumerate(starts[:-1])},
-        {text: texts.accepted[slice(*span)] for text, span in enumerate(pairwise(starts))},
+        {text: int(texts.positions[span[0]]) for text, span in spans.items()},
+        {text: texts.accepted[slice(*span)] for text, span in spans.items()},
         lam=lam,
     )
 
@@ -182,7 +182,7 @@ def _shortest_paths(
     return _Paths(seconds, steps, (*tokens.shape[1:], num_sets))
 
 
-def _tokens(texts: DenseTexts, table: CostTable) -> Int[np.ndarray, "n P K1"]:
+def round_tokens(texts: DenseTexts, table: CostTable) -> Int[np.ndarray, "n P K1"]:
     """Tokens that a round commits, by row, arm and draft length."""
     lengths = np.arange(table.fixed.shape[1])
     left = np.repeat(texts.starts[1:], np.diff(texts.starts)) - np.arange(len(texts.positions))

@@ -24,6 +24,7 @@ ROLES = {
     "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
@@ -42,10 +43,13 @@ _FOLLOWS = {  # what may come after what; None is the start
     "assistant": {"user", "tool"},
     "tool": {"tool", "assistant"},
 }
-SHAPES = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
+_RECORDINGS = ("traj", "history", "trajectory")  # runs of agents
+SHAPES = ("input_ids", "messages", "conversations", "turns", "prompt", "text", *_RECORDINGS)
 ANSWERS = ("answer", "response", "completion")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_CONTENT = ("content", "value", "text", "system_prompt")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
+_NO_OUTPUT = "(no output)"
 _MAX_DEPTH = 64  # of tools and arguments; some hundreds overflow the stack of whoever walks them
 
 
@@ -97,7 +101,8 @@ AnyRow = Conversation | PlainText | TokenRow
 def parse_row(raw: Any, place: str, *, roles: Mapping[str, str]) -> AnyRow:
     """A row from any of the known shapes; the first of these keys that it holds decides.
 
-    input_ids + loss_mask | messages | conversations | turns | prompt (+ answer) | text.
+    input_ids + loss_mask | messages | conversations | turns | prompt (+ answer) | text | traj,
+    history or trajectory, of messages or of steps with thought, action and observation.
     Beside messages of any shape: system, tools, later_turns. A null is an absent key.
     roles: names of roles beyond the known ones, such as {"laguna_s": "assistant"}.
     Raises: BadRow with the reason.
@@ -188,6 +193,7 @@ def _messages(
     """The messages of a row, and the user turns that come after them."""
     listed, later = _listed(raw, shape)
     messages = [_message(m, roles) for m in listed]
+    messages = _users_joined(messages) if shape in _RECORDINGS else messages
     if not messages:
         raise BadRow("no_messages", "the list is empty")
     if not isinstance(later, list):
@@ -205,6 +211,8 @@ def _listed(raw: Mapping[str, Any], shape: str) -> tuple[list[Any], Any]:
     value, later = raw[shape], raw.get("later_turns", [])
     if shape == "prompt":
         return _asked_and_answered(raw), later
+    if shape in _RECORDINGS:
+        return _recorded(_list_of_objects(value), raw.get("problem_statement")), later
     if shape != "turns":
         return _list_of_objects(value), later
     if not isinstance(value, list) or not value:
@@ -220,6 +228,42 @@ def _asked_and_answered(raw: Mapping[str, Any]) -> list[Any]:
         *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]),
         *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]),
     ]
+
+
+def _recorded(entries: list[Any], problem: Any) -> list[Any]:
+    """The messages of a recording, which may be steps: what was said, and what came of it. Before
+    the first step stands what it was asked, or else the problem."""
+    steps = [e for e in entries if isinstance(e, Mapping) and {"role", "from"}.isdisjoint(e)]
+    if not steps or len(steps) < len(entries):
+        return entries
+    opening = next((steps[0][key] for key in ("query", "messages") if steps[0].get(key)), None)
+    if opening is None and problem is None:
+        raise BadRow("no_messages", "the first step tells no `query`: what was it asked?")
+    asked = [{"role": "user", "content": problem}] if opening is None else opening
+    messages = [*_list_of_objects(asked)]
+    for step in steps:
+        messages.append({"role": "assistant", "content": step.get("response") or _acted(step)})
+        messages.append({"role": "user", "content": step.get("observation") or _NO_OUTPUT})
+    return messages
+
+
+def _acted(raw: Mapping[str, Any]) -> str | None:
+    """Thought and action as one text, as agents write them that call no functions."""
+    thought, action = raw.get("thought"), raw.get("action")
+    fenced = f"```\n{str(action).strip()}\n```" if action else None
+    return "\n\n".join(str(part).strip() for part in (thought, fenced) if part) or None
+
+
+def _users_joined(messages: list[Message]) -> list[Message]:
+    """Agents are shown an example and the problem in messages of their own."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            text = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**joined[-1], "content": text}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _list_of_objects(value: Any) -> list[Any]:
@@ -245,7 +289,8 @@ def _message(raw: Any, roles: Mapping[str, str]) -> Message:
         raise BadRow("message_not_an_object", type(raw).__name__)
     raw = _without_nulls(raw)
     name, role = _role(raw.get("role", raw.get("from")), roles)
-    content = raw.get("content", raw.get("value"))
+    content = next((raw[key] for key in _CONTENT if key in raw), None)
+    content = _acted(raw) if content is None else content
     calls = _tool_calls(raw.get("tool_calls") or raw.get("function_call"))
     if name in _CALLERS:
         content, calls = None, calls or _tool_calls(content)
@@ -274,6 +319,8 @@ def _role(said: Any, roles: Mapping[str, str]) -> tuple[str, str]:
 def _extras(raw: Mapping[str, Any], role: str) -> Message:
     reasoning = next((raw[key] for key in _REASONING if raw.get(key)), None)
     kept = {} if reasoning is None or role != "assistant" else {"reasoning_content": reasoning}
+    ids = raw.get("tool_call_ids")
+    raw = {"tool_call_id": ids[0], **raw} if isinstance(ids, list) and ids else raw
     kept |= {k: raw[k] for k in ("name", "tool_call_id") if not _is_blank(raw.get(k))}
     return {k: _text(str(v) if isinstance(v, int) else v) for k, v in kept.items()}
 

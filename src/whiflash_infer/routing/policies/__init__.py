@@ -4,6 +4,7 @@ from whiflash_infer.routing.policies.base import (
     BasePolicy,
     PlannedPolicy,
     RandomPolicy,
+    ShortenedPolicy,
     StaticPolicy,
     TextPlan,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Policy",
     "RandomPolicy",
     "RequestPolicy",
+    "ShortenedPolicy",
     "StaticPolicy",
     "TextPlan",
 ]

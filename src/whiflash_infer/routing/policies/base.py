@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whiflash_infer.routing.protocol import Decisions, Outcomes, RoundStates
+from whiflash_infer.routing.protocol import Decisions, Outcomes, Policy, RoundStates
 from whiflash_infer.types import PLAIN
 
 
@@ -107,7 +107,8 @@ class TextPlan:
 class PlannedPolicy(BasePolicy):
     """Follows plans that were made when the whole text was known: hindsight, in engine and replay.
 
-    plans: by the number of the text. arms: what the plans' arm numbers mean.
+    plans: by the number of the text. arms: what the plans' arm numbers mean, plain first. Where
+    rounding made a text longer than the one that was planned, its rest is decoded plainly.
     """
 
     def __init__(self, name: str, arms: Sequence[str], plans: Mapping[int, TextPlan]) -> None:
@@ -138,7 +139,56 @@ class PlannedPolicy(BasePolicy):
     def _look_up(self, text: int, position: int) -> tuple[int, int]:
         plan = self.plans[text]
         row = position - plan.first_position
+        if row >= len(plan.arms):
+            return 0, 0
         return int(plan.arms[row]), int(plan.num_draft[row])
+
+
+class ShortenedPolicy:
+    """Another policy, which is told of shorter drafts than the arms can make.
+
+    longest: drafts on a path, by arm.
+    """
+
+    def __init__(self, policy: Policy, longest: Mapping[str, int], name: str) -> None:
+        self.policy, self.longest, self.name = policy, longest, name
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return self.policy.arms
+
+    @property
+    def needs_features(self) -> bool:
+        return self.policy.needs_features
+
+    @property
+    def memory_size(self) -> int:
+        return self.policy.memory_size
+
+    def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
+        return self.policy.read(features)
+
+    def decide(
+        self,
+        beliefs: Float[np.ndarray, "N X"],
+        states: RoundStates,
+        memory: Float[np.ndarray, "N M"],
+    ) -> Decisions:
+        return self.policy.decide(beliefs, self._shortened(states), memory)
+
+    def observe(
+        self,
+        beliefs: Float[np.ndarray, "N X"],
+        states: RoundStates,
+        decisions: Decisions,
+        outcomes: Outcomes,
+        memory: Float[np.ndarray, "N M"],
+    ) -> None:
+        self.policy.observe(beliefs, self._shortened(states), decisions, outcomes, memory)
+
+    def _shortened(self, states: RoundStates) -> RoundStates:
+        caps = [self.longest.get(arm, np.iinfo(np.int64).max) for arm in states.arms]
+        return replace(states, max_draft=np.minimum(states.max_draft, caps))
 
 
 def uniforms(seed: int, states: RoundStates, count: int) -> Float[np.ndarray, "N _count"]:

@@ -15,8 +15,8 @@ from whiflash_infer.benchmark import Question
 from whiflash_infer.drafters.base import Arm
 from whiflash_infer.engine import RoutedDecoder
 from whiflash_infer.errors import UserError
+from whiflash_infer.hindsight import label_answer, priced_arms
 from whiflash_infer.options import GenerationOptions
-from whiflash_infer.routing.labels import label_arms
 from whiflash_infer.routing.oracles import best_oracle_round, hedge_of, oracle_path, plans_of
 from whiflash_infer.routing.policies import PlannedPolicy, Policy, StaticPolicy
 from whiflash_infer.routing.replay import DenseTexts, Replayed, replay, stack_texts
@@ -25,11 +25,11 @@ from whiflash_infer.routing.router import ROUTED, Router, statics
 from whiflash_infer.settings import EngineSettings
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN, Generation
-from whiflash_train.evaluation import load_all, load_questions
+from whiflash_train.evaluation.run import load_all
+from whiflash_train.evaluation.suites import load_questions
 from whiflash_train.round_logging import read_rows
 from whiflash_train.runner import engine_settings
 
-HINDSIGHT = ("hedge", "oracle_round", "oracle_path")
 _CLOSE = 0.1  # of measured seconds, that modelled ones may be off
 console = Console()
 
@@ -54,7 +54,7 @@ def check_replay(cfg: DictConfig) -> None:
     Raises: UserError (a failing exit status) for rounds that differ in float32.
     """
     target, arms, router = load_all(cfg)
-    questions, _ = load_questions(cfg, target, cfg.evaluate.replay_prompts)
+    questions = load_questions(cfg, target, cfg.evaluate.replay_prompts).questions
     options = GenerationOptions(max_new_tokens=cfg.evaluate.max_new_tokens)
     with console.status("decoding and replaying"):
         found = compare(target, arms, router, questions, options, engine_settings(cfg, arms))
@@ -80,10 +80,10 @@ def compare(
     plain = decoder.generate(prompts, asked, max_rows=1)
     texts = stack_texts(
         [
-            label_answer(target, arms, question, answer, options.max_new_tokens)
+            _labelled(target, arms, question, answer, options.max_new_tokens)
             for question, answer in zip(questions, plain, strict=True)
         ],
-        (PLAIN, *(arm for arm in arms if arm in router.costs.max_draft)),
+        priced_arms(arms, router.costs),
     )
     compared = []
     for policy, replayed in _replays(router, texts):
@@ -94,32 +94,26 @@ def compare(
 
 
 @torch.inference_mode()
-def label_answer(
+def _labelled(
     target: Target,
     arms: Mapping[str, Arm],
     question: Question,
     answer: Generation,
     max_new_tokens: int,
 ) -> ConversationRounds:
-    """Dense rounds of an answer, features in float32. Anchors begin with its first token."""
+    """Dense rounds of an answer, with the features that policies read, in float32."""
+    labels = label_answer(target, arms, question.ids, answer, max_new_tokens)
     ids = torch.tensor([question.ids + answer.output_ids.tolist()], device=target.device)
-    length = ids.shape[1]
     rows = target.teach(ids, torch.ones_like(ids, dtype=torch.bool))
-    anchors = torch.arange(len(question.ids), length - 1, device=target.device)[None]
-    lengths = torch.tensor([length], device=target.device)
-    labels = label_arms(arms, ids, lengths, rows, anchors)
-    seen = read_rows(target, ids[0], rows.hidden[0], anchors[0])
-    return ConversationRounds(
+    anchors = torch.from_numpy(labels.positions).to(target.device)
+    seen = read_rows(target, ids[0], rows.hidden[0], anchors)
+    return replace(
+        labels,
         conversation=question.id,
         category=question.category,
-        split="validation",
-        positions=anchors[0].cpu().numpy(),
         features=seen.features.float().cpu(),
-        accepted={arm: part.accepted[0].cpu().numpy() for arm, part in labels.items()},
-        censored={arm: part.censored[0].cpu().numpy() for arm, part in labels.items()},
         near_tie=seen.near_tie.cpu().numpy(),
         greedy=seen.greedy.cpu().numpy(),
-        limit=len(question.ids) + max_new_tokens,
     )
 
 

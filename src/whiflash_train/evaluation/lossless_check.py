@@ -16,7 +16,9 @@ from whiflash_infer.options import GenerationOptions
 from whiflash_infer.routing.router import statics
 from whiflash_infer.target import Target
 from whiflash_infer.types import PLAIN, Generation
-from whiflash_train.evaluation import chosen_policies, load_all, load_questions, policy_names
+from whiflash_train.evaluation.conditions import chosen_policies, policy_names
+from whiflash_train.evaluation.run import load_all
+from whiflash_train.evaluation.suites import load_questions
 from whiflash_train.runner import engine_settings
 
 _ROWS, _WIDTH = 8, 8  # prompts decoded together; tokens that plain decoding's text is read again by
@@ -50,8 +52,12 @@ def check_lossless(cfg: DictConfig) -> None:
     Raises: UserError (a failing exit status) for a difference that rounding does not explain.
     """
     target, arms, router = load_all(cfg, allow_foreign=True)
-    questions, _ = load_questions(cfg, target, cfg.evaluate.lossless_prompts)
-    names = list(dict.fromkeys([*policy_names(cfg, arms), *statics((PLAIN, *arms)), "random"]))
+    questions = load_questions(cfg, target, cfg.evaluate.lossless_prompts).questions
+    names = list(
+        dict.fromkeys(
+            [*policy_names(cfg.evaluate.policies, arms), *statics((PLAIN, *arms)), "random"]
+        )
+    )
     policies = chosen_policies(router, names, arms, cfg.seed)
     options = GenerationOptions(max_new_tokens=cfg.evaluate.lossless_max_new_tokens)
     decoder = RoutedDecoder(target, arms, policies[0], engine_settings(cfg, arms))

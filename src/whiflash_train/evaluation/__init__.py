@@ -1,0 +1,1 @@
+"""What `evaluate.py` does: policies side by side, and the checks of engine and measurement."""
