@@ -39,6 +39,14 @@ def build_sources(cfg: DictConfig, name: str) -> dict[str, DataSource]:
     Raises: UserError when a value is missing or wrong.
     """
     section = OmegaConf.select(cfg, name) or {}
+    group = "source" if name == "source" else f"source@{name}"
+    for source, fields in section.items():
+        if "_target_" not in fields:
+            keys = ", ".join(map(str, fields))
+            raise UserError(
+                f"{name}.{source} is set in part only ({keys}): name {source} in {group}=[...], or "
+                "leave its keys out"
+            )
     missing = [
         f"{name}.{source}.{key}"
         for source, fields in section.items()

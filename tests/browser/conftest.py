@@ -20,8 +20,10 @@ _FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """Of a module, since an event loop runs in this thread as long as Playwright does, and others
+    could not have one of their own."""
     api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:

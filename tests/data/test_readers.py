@@ -430,3 +430,14 @@ def test_an_id_that_cannot_be_reached_is_named_with_what_to_do(
 def test_mixed_types_in_one_column_are_no_matter_for_lines(tmp_path: Path) -> None:
     rows = [{"content": "text"}, {"content": [{"text": "part"}]}, {"content": 3}, {"content": None}]
     assert read(write_rows(tmp_path / "rows.jsonl", *rows)) == rows
+
+
+def test_a_recorded_run_is_one_row_of_its_file(tmp_path: Path) -> None:
+    run = {"trajectory": [{"query": "Fix it.", "response": "Looking."}], "info": {"exit": "done"}}
+    (tmp_path / "a.traj").write_text(json.dumps(run))
+    (tmp_path / "b.traj").write_text('{"trajectory": [')
+    whole, cut = read_files(str(tmp_path), "train")
+    assert whole == ("a.traj", run)
+    assert cut[0] == "b.traj"
+    assert isinstance(cut[1], BadRow)
+    assert cut[1].reason == "invalid_json"

@@ -377,6 +377,13 @@ def test_sources_may_still_be_chosen_one_by_one() -> None:
     assert list(cfg.evaluate.source) == ["mt_bench", "gsm8k"]
 
 
+def test_keys_of_a_source_that_is_not_chosen_are_told(target: Target) -> None:
+    chosen = ["source@evaluate.source=[mt_bench]", "+evaluate.source.gsm8k.split=test"]
+    told = r"evaluate\.source\.gsm8k is set in part only \(split\): name gsm8k in source@evaluate"
+    with pytest.raises(UserError, match=told):
+        load_questions(composed(*chosen), target, None)
+
+
 def test_the_builtin_suite_has_every_prompt_of_its_file(target: Target) -> None:
     suite = load_questions(composed(), target, None)
     lines = (CONF.parent / "data_prep/prompts/evaluation.jsonl").read_text().splitlines()
@@ -396,7 +403,7 @@ def test_a_file_of_runs_is_replayed_and_what_was_left_out_is_told(
     assert {q.category for q in suite.questions} == {
         "agent/prose", "agent/tool_call", "agent/json"
     }  # fmt: skip
-    assert suite.facts["suite"] == {"file": str(path)}
+    assert suite.facts["suite"] == {"file": path.name}
     told = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "dropped 2 (no_messages 1, over_limit 1)" in told
     assert "a limit of 2 takes 2 of each category" in told

@@ -16,10 +16,12 @@ from whiflash_infer.hindsight import HINDSIGHT
 from whiflash_infer.routing.oracles import oracle_path
 from whiflash_infer.routing.policies import ShortenedPolicy
 from whiflash_infer.routing.replay import stack_texts
+from whiflash_infer.routing.router import ROUTED
 from whiflash_infer.types import PLAIN
 from whiflash_train.evaluation.conditions import (
     Ablation,
     chosen_conditions,
+    chosen_policies,
     hindsight,
     policy_names,
     variations,
@@ -70,8 +72,8 @@ def test_an_answer_of_one_token_leaves_nothing_to_plan() -> None:
 
 
 def test_all_arms_and_the_routed_policies_are_measured_unless_told_otherwise() -> None:
-    arms = drafting_trees(dice())
-    assert policy_names(None, arms) == [
+    arms, router = drafting_trees(dice()), made_router(seed=0)
+    assert policy_names(None, router, arms) == [
         "plain",
         "static_ar",
         "static_diffusion",
@@ -80,12 +82,23 @@ def test_all_arms_and_the_routed_policies_are_measured_unless_told_otherwise() -
         "entropy",
         "hazard",
     ]
-    assert policy_names(["plain", "hazard", "hazard", "hazard"], arms) == [
+    assert policy_names(["plain", "hazard", "hazard", "hazard"], router, arms) == [
         "plain",
         "hazard",
         "hazard#2",
         "hazard#3",
     ]
+    everything = policy_names("all", router, arms)
+    assert everything[:5] == policy_names(None, router, arms)[:5]
+    assert set(everything[5:]) == {*ROUTED, *HINDSIGHT}
+    with pytest.raises(UserError, match=r"evaluate\.policies is 'hazard'"):
+        policy_names("hazard", router, arms)
+
+
+def test_checks_that_need_no_answer_leave_out_policies_that_know_it_and_copies() -> None:
+    arms, router = drafting_trees(dice()), made_router(seed=0)
+    names = ["plain", "hazard", "hazard#2", "oracle_path", "plain"]
+    assert [p.name for p in chosen_policies(router, names, arms, 0)] == ["plain", "hazard"]
 
 
 def test_a_policy_named_twice_is_two_conditions_with_a_policy_each() -> None:

@@ -180,6 +180,16 @@ def _json_rows(file: Path, name: str) -> Iterator[RawRow]:
     yield from ((f"{name}[{i}]", row) for i, row in enumerate(rows))
 
 
+def _traj_rows(file: Path, name: str) -> Iterator[RawRow]:
+    """What SWE-agent records of one run: one JSON object."""
+    with _open(file, name) as stream, _damage_told(name):
+        content = stream.read()
+    try:
+        yield name, strict_json(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        yield name, BadRow("invalid_json", str(error))
+
+
 def _parquet_rows(file: Path, name: str) -> Iterator[RawRow]:
     with _damage_told(name), pq.ParquetFile(file) as table:
         batches = table.iter_batches(batch_size=_TABLE_ROWS)
@@ -241,5 +251,6 @@ _READERS: dict[str, Callable[[Path, str], Iterator[RawRow]]] = {
     ".json": _json_rows,
     ".parquet": _parquet_rows,
     ".arrow": _arrow_rows,
+    ".traj": _traj_rows,
 }
 _KNOWN = ", ".join(_READERS) + "; the first two also packed: " + ", ".join(_COMPRESSED)

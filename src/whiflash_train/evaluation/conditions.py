@@ -14,7 +14,7 @@ from whiflash_infer.routing.oracles import best_oracle_round, hedge_of, oracle_p
 from whiflash_infer.routing.policies import PlannedPolicy, Policy, ShortenedPolicy, StaticPolicy
 from whiflash_infer.routing.replay import stack_texts
 from whiflash_infer.routing.rounds import ConversationRounds
-from whiflash_infer.routing.router import POLICIES, Router, statics
+from whiflash_infer.routing.router import POLICIES, ROUTED, Router, statics
 from whiflash_infer.settings import EngineSettings, Sync
 from whiflash_infer.types import AR, DIFFUSION, DRAFTERS, PLAIN
 from whiflash_train.checks import checked
@@ -52,10 +52,21 @@ class Variation:
     value: str | int
 
 
-def policy_names(wanted: Sequence[str] | None, arms: Mapping[str, Arm]) -> list[str]:
-    """Names of the conditions; a policy that is named again gets a number, as `hazard#2`."""
+def policy_names(
+    wanted: Sequence[str] | str | None, router: Router, arms: Mapping[str, Arm]
+) -> list[str]:
+    """Names of the conditions; a policy that is named again gets a number, as `hazard#2`.
+
+    wanted: None: every arm alone, entropy and hazard. "all": with every policy that these arms
+    allow. Raises: UserError for another word.
+    """
     if wanted is None:
         return [*statics((PLAIN, *arms)), "entropy", "hazard"]
+    if wanted == "all":
+        routed = [name for name in ROUTED if router.has_arms_of(name)]
+        return [*statics((PLAIN, *arms)), *routed, *HINDSIGHT]
+    if isinstance(wanted, str):
+        raise UserError(f"evaluate.policies is {wanted!r}: null, all, or a list of policies")
     seen: Counter[str] = Counter()
     names = []
     for name in wanted:
@@ -96,8 +107,9 @@ def chosen_conditions(
 def chosen_policies(
     router: Router, names: Sequence[str], arms: Mapping[str, Arm], seed: int
 ) -> list[Policy]:
-    """Those that need not know the answer. Raises: as `chosen_conditions`."""
-    policies = [router.policy(name, seed=seed) for name in names]
+    """Those that need not know the answer, each once. Raises: as `chosen_conditions`."""
+    once = dict.fromkeys(name.partition("#")[0] for name in names)
+    policies = [router.policy(name, seed=seed) for name in once if name not in HINDSIGHT]
     for policy in policies:
         _require_arms(policy, arms)
     return policies

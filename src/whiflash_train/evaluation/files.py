@@ -77,7 +77,7 @@ def write_outputs(
     write_table(folder / "rounds.parquet", round_rows(answers), ROUND_COLUMNS)
     figures = draw_all(metrics)
     write_pngs(figures, folder / "plots")
-    shown = [answer for answer in answers if answer.policy in metrics["policies"]]
+    shown = [a for policy in metrics["policies"] for a in answers if a.policy == policy]
     viewed = viewer_rows(shown, questions, target)
     write_report(folder / "report.html", metrics, viewed, as_svgs(figures))
 

@@ -53,12 +53,10 @@ def check_lossless(cfg: DictConfig) -> None:
     """
     target, arms, router = load_all(cfg, allow_foreign=True)
     questions = load_questions(cfg, target, cfg.evaluate.lossless_prompts).questions
-    names = list(
-        dict.fromkeys(
-            [*policy_names(cfg.evaluate.policies, arms), *statics((PLAIN, *arms)), "random"]
-        )
+    wanted = policy_names(cfg.evaluate.policies, router, arms)
+    policies = chosen_policies(
+        router, [*wanted, *statics((PLAIN, *arms)), "random"], arms, cfg.seed
     )
-    policies = chosen_policies(router, names, arms, cfg.seed)
     options = GenerationOptions(max_new_tokens=cfg.evaluate.lossless_max_new_tokens)
     decoder = RoutedDecoder(target, arms, policies[0], engine_settings(cfg, arms))
     prompts = [question.ids for question in questions]

@@ -59,7 +59,7 @@ def evaluate(cfg: DictConfig) -> None:
     target, arms, router = load_all(cfg)
     settings = engine_settings(cfg, arms)
     suite = load_questions(cfg, target, cfg.evaluate.limit)
-    names = policy_names(cfg.evaluate.policies, arms)
+    names = policy_names(cfg.evaluate.policies, router, arms)
     temperature = float(cfg.evaluate.temperature)
     conditions = chosen_conditions(
         router, names, arms, settings, seed=cfg.seed, temperature=temperature

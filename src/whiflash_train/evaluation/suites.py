@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig
@@ -173,10 +174,13 @@ def _read(
 
 
 def _described(source: DataSource) -> str:
-    """A path or URL as it is; of a Hugging Face data set also what was chosen of it."""
+    """A URL as it is; of a Hugging Face data set what was chosen of it; of files here the name,
+    for where they lie is nobody's business who reads the results."""
     path = source.path.replace("{split}", source.split)
-    if is_local(path) or "://" in path:
+    if "://" in path:
         return path
+    if is_local(path):
+        return Path(path).name
     parts = (path, source.name, source.hub_file, source.revision, source.split)
     return " ".join(part for part in parts if part)
 

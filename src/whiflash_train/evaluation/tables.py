@@ -24,7 +24,7 @@ def show(metrics: dict[str, Any]) -> None:
     table = Table(title=title)
     table.add_column("policy", no_wrap=True)
     for name in ("tokens/s", "speed-up", "95 % interval", "tau", "arms", "switches", "identical"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=name != "arms")
     policies = metrics["policies"]
     for policy, report in policies.items():
         table.add_row(policy, *_cells(report["overall"]))
