@@ -26,7 +26,7 @@ demo: setup  ## train both drafters and the router of SmolLM2-135M, and measure 
 	$(PY) train.py task=router experiment=demo
 	$(PY) evaluate.py checkpoint=artifacts/smollm2_135m/router experiment=demo
 
-test: setup  ## the fast tests, about five minutes
+test: setup  ## the fast tests, about half an hour on two cores
 	$(PY) -m pytest -q -m "not slow"
 
 test-slow: setup  ## the tests on the real target, some minutes

@@ -242,7 +242,7 @@ def _told_when_it_fails(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (wandb.Error, OSError, ValueError, TypeError) as error:
+    except (wandb.Error, OSError, ValueError, TypeError, AttributeError) as error:
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         print(f"W&B: artefact {name} is not logged: {told}")  # noqa: T201
 

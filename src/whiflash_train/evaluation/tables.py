@@ -35,8 +35,8 @@ def show(metrics: dict[str, Any]) -> None:
             table.add_row(f"  {policy}", *_cells(report["by_category"][category]))
     wide = _wide()
     wide.print(table)
-    _show_parts(policies, "by_prompt_length", "tau by prompt length", lambda b: f"to {int(b)}")
-    _show_parts(policies, "by_kind", "tau by kind of text", str)
+    _show_parts(policies, "by_prompt_length", "tau by prompt length", _length_label, wide)
+    _show_parts(policies, "by_kind", "tau by kind of text", str, wide)
     _show_time_split(policies, wide)
     _show_ablation(metrics["ablation"], wide)
     _show_claims(metrics["claims"], wide)
@@ -68,20 +68,28 @@ def _interval(one: Mapping[str, Any]) -> str:
 
 
 def _show_parts(
-    policies: Mapping[str, Any], parts: str, title: str, label: Callable[[str], str]
+    policies: Mapping[str, Any],
+    parts: str,
+    title: str,
+    label: Callable[[str], str],
+    wide: Console,
 ) -> None:
     """tau where there are several parts: a drafter may know some of them only."""
     first = next(iter(policies.values()))[parts]
     if len(first) < 2:
         return
     table = Table(title=title)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for part, one in first.items():
         table.add_column(f"{label(part)} ({one['prompts']})", justify="right")
     for policy, report in policies.items():
         cells = [report[parts].get(part) for part in first]
         table.add_row(policy, *("" if one is None else f"{one['tau']:.2f}" for one in cells))
-    console.print(table)
+    wide.print(table)
+
+
+def _length_label(bucket: str) -> str:
+    return f"to {int(bucket)}"
 
 
 def _show_time_split(policies: dict[str, Any], wide: Console) -> None:
