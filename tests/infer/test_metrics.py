@@ -212,8 +212,9 @@ def test_turns_of_one_conversation_are_one_observation() -> None:
         answers = []
         for number, id_ in enumerate(ids):
             slow = 1.0 + 0.5 * (number // 4)  # each four are alike
-            answers.append(answer("plain", [a_round("plain", 0, 0)] * 4, seconds=0.4, prompt=id_))
-            answers.append(answer("x", [a_round("ar", 4, 3)], seconds=0.1 * slow, prompt=id_))
+            plain = answer("plain", [a_round("plain", 0, 0)] * 4, seconds=0.4, prompt=id_)
+            own = answer("x", [a_round("ar", 4, 3)], seconds=0.1 * slow, prompt=id_)
+            answers += [replace(one, turn=number % 4 + 1) for one in (plain, own)]
         low, high = summarise(answers, bootstrap=500, seed=0)["x"]["overall"]["speedup_ci"]
         return high / low
 

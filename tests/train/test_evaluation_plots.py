@@ -255,3 +255,14 @@ def test_pngs_have_the_names_of_the_plots(tmp_path: Path):
 
 def test_the_same_metrics_give_the_same_svg(svgs: dict[str, str]):
     assert as_svgs(draw_all(make_all())) == svgs
+
+
+def test_many_bins_are_named_by_where_they_begin():
+    metrics = make_metrics()
+    edges = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    for report in metrics["policies"].values():
+        report["overall"]["lags"] = {"edges": edges, "counts": [1] * len(edges)}
+    (axes,) = draw_all(metrics)["along-lags"].axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == [*map(str, edges[:-1]), "1k+"]
+    assert axes.get_xlabel().endswith("at least")

@@ -416,7 +416,7 @@ def test_a_launcher_that_is_not_installed_is_named_with_what_brings_it() -> None
 
 def documented_commands() -> list[str]:
     page = (ROOT / "docs/sweeps.md").read_text()
-    blocks = re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     lines = re.sub(r"\\\n\s*", " ", "".join(blocks)).splitlines()
     return [re.sub(r"\s+#.*", "", line) for line in lines if "train.py" in line]
 

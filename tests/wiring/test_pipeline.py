@@ -67,21 +67,21 @@ def test_the_lossless_check_passes_in_float32(workplace: Path) -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in output.splitlines()]
     statics = [f"static_{arm}" for arm in ("ar", "ar_tree", "diffusion", "diffusion_tree")]
     policies = ["plain", *statics, "entropy", "hazard", "random"]
-    expected = [[policy, together, "2/2", "0"] for policy in policies for together in ("1", "8")]
-    assert [row for row in rows if row[-2:] == ["2/2", "0"]] == expected
+    expected = [[policy, together, "4/4", "0"] for policy in policies for together in ("1", "8")]
+    assert [row for row in rows if row[-2:] == ["4/4", "0"]] == expected
     assert "would have said 0 of its" in output
 
 
 def test_in_bfloat16_differences_are_told_with_their_gaps(workplace: Path) -> None:
     told = attempt(workplace, "evaluate.py check=lossless dtype=bfloat16")
     rows = [[cell.strip() for cell in line.split("│")[1:8]] for line in told.out.splitlines()]
-    rows = [row for row in rows if len(row) == 7 and row[2].endswith("/2")]
+    rows = [row for row in rows if len(row) == 7 and row[2].endswith("/4")]
     assert len(rows) == 16
     for row in rows:
         same, near = int(row[2].split("/")[0]), int(row[3])
-        assert bool(row[6]) == (same < 2)
-        assert near <= 2 - same
-    unexplained = sum(2 - int(row[2].split("/")[0]) - int(row[3]) for row in rows)
+        assert bool(row[6]) == (same < 4)
+        assert near <= 4 - same
+    unexplained = sum(4 - int(row[2].split("/")[0]) - int(row[3]) for row in rows)
     assert told.status == (2 if unexplained else 0)
     assert "tokens otherwise" in told.out
 
@@ -112,7 +112,7 @@ def test_trees_are_measured_where_they_are_asked_for(workplace: Path, options: s
 def test_replayed_rounds_are_the_decoded_ones_under_every_policy(workplace: Path) -> None:
     output = run(
         workplace,
-        "evaluate.py check=replay dtype=float32 costs=allow_foreign evaluate.replay_prompts=3",
+        "evaluate.py check=replay dtype=float32 costs=allow_foreign evaluate.replay_prompts=4",
     )
     rows = [line.split("│")[1:3] for line in output.splitlines() if line.startswith("│")]
     found = {policy.strip(): same.strip() for policy, same in rows if same.strip()}
@@ -121,7 +121,7 @@ def test_replayed_rounds_are_the_decoded_ones_under_every_policy(workplace: Path
     routed = {"hazard", "entropy", "delta", "request", "category", "bandit"}
     statics = {f"static_{arm}" for arm in arms}
     assert found.keys() == {"plain", "random"} | statics | routed | hindsight
-    assert set(found.values()) == {"3/3"}
+    assert set(found.values()) == {"4/4"}
 
 
 def test_the_router_remembers_how_it_was_judged(workplace: Path) -> None:
@@ -230,7 +230,7 @@ def test_wandb_without_a_key_runs_offline_and_says_where(
             "policy static_ar_tree: arms.ar_tree is null, so there is no arm",
         ),
         ("evaluate.py arms.ar_tree.top_k=1", "arms.ar_tree.top_k is 1, but has to be"),
-        ("evaluate.py check=lossy", "it must be null, lossless or replay"),
+        ("evaluate.py check=lossy", "it must be null, lossless, replay or aa"),
         ("train.py task=router router.leave_out=[poems]", "know no category 'poems'"),
         ("train.py task=router router.arms=[rnn]", "choose from ar, ar_tree, diffusion"),
         (

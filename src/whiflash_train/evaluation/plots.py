@@ -28,6 +28,7 @@ _WIDTH = 4.6  # inches; with the page's margin it fits a screen of 480 px
 _ROW = 0.21  # inches of a row that holds a mark
 _STRIP = 0.42  # of a row that holds a histogram
 _TALL = 0.72  # share of a row that a histogram takes
+_FEW_BINS = 8  # of a histogram, that can be named by both ends
 _LONG = 24  # characters of a name
 _MARKERS = "sDo*^ovPsDX*^pvh"  # by paint, as MARKS in the report
 _HOLLOW = {2, 8, 9, 11, 12, 14}
@@ -571,10 +572,14 @@ def _histograms(
     _name_rows(axes, list(counted))
     axes.set_ylim(len(counted) - 0.6, -0.6)
     axes.set_xticks(range(len(longest)), _bins(longest))
-    axes.set_xlabel(axis)
+    axes.set_xlabel(axis if len(longest) <= _FEW_BINS else f"{axis}, at least")
     return figure
 
 
 def _bins(edges: Sequence[int]) -> list[str]:
+    """Where there are many bins, there is room for where each begins only."""
+    if len(edges) > _FEW_BINS:
+        names = [str(edge) if edge < 1024 else f"{edge // 1024}k" for edge in edges]
+        return [*names[:-1], f"{names[-1]}+"]
     names = [str(a) if b == a + 1 else f"{a}\u2013{b - 1}" for a, b in pairwise(edges)]
     return [*names, f"{edges[-1]}+"]
