@@ -21,6 +21,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from whiflash_infer.artifacts import write_whole
 from whiflash_infer.types import AR, AR_TREE, DIFFUSION, DIFFUSION_TREE, PHASES, PLAIN
 
 HOST = "host"  # what no phase accounts for
@@ -188,10 +189,8 @@ def write_report(
     """
     page = _environment().get_template("report.html").render(_view(metrics, answers, figures or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     # A name with half of a surrogate pair is no UTF-8; the browser shows the reference as U+FFFD.
-    partial.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-    partial.replace(path)
+    write_whole(path, page.encode("utf-8", errors="xmlcharrefreplace"))
 
 
 def visible(text: str) -> str:

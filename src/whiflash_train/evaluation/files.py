@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from whiflash_infer.artifacts import json_hash, write_json
+from whiflash_infer.artifacts import json_hash, write_json, write_whole
 from whiflash_infer.benchmark import Question
 from whiflash_infer.engine import decode_rounds
 from whiflash_infer.metrics import Answer, Note, by_policy, is_identical
@@ -83,10 +84,9 @@ def write_outputs(
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> None:
-    """A reader sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), partial)
-    partial.replace(path)
+    content = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), content)
+    write_whole(path, content.getvalue())
 
 
 def answer_rows(answers: Sequence[Answer]) -> list[dict[str, Any]]:
