@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import datasets
@@ -46,8 +47,8 @@ def entry_point(
     def decorate(function: Callable[[DictConfig], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def guarded(cfg: DictConfig) -> Any:
+            hide_secrets(cfg)
             OmegaConf.update(cfg, "paths.root", str(root.resolve()))
-            hide_secrets()
             with _told_in_one_line():
                 if sweep_goes_on and HydraConfig.get().mode == RunMode.MULTIRUN:
                     return _one_of_a_sweep(function, cfg)
@@ -119,17 +120,36 @@ def _told_in_one_line() -> Iterator[None]:
         _stop("interrupted; what is complete stays, run again to go on", _EXIT_INTERRUPTED)
 
 
-def hide_secrets() -> None:
-    """In the files in which Hydra keeps a run's configuration, before the run begins."""
-    settings = HydraConfig.get()
-    files = [*Path(settings.runtime.output_dir, ".hydra").glob("*.yaml")]
-    if settings.mode == RunMode.MULTIRUN:
-        files += Path(settings.sweep.dir).glob("multirun.yaml")
-    for path in files:
-        kept = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        shown = without_secrets(kept)
-        if shown != kept:
-            OmegaConf.save(OmegaConf.create(shown), path)
+def hide_secrets(cfg: DictConfig) -> None:
+    """In the files in which Hydra keeps a run's configuration, before the run begins.
+
+    The processes of a launcher keep theirs in one folder at the same time, so what another one may
+    be writing is not read: a file is made anew from the composed configuration.
+    """
+    settings = HydraConfig.instance().cfg
+    assert settings is not None
+    hydra_settings = settings.hydra
+    folder = Path(hydra_settings.runtime.output_dir, hydra_settings.output_subdir or ".")
+    kept: dict[Path, Any] = {
+        folder / "config.yaml": cfg,
+        folder / "hydra.yaml": settings,
+        folder / "overrides.yaml": hydra_settings.overrides.task,
+    }
+    sweep = Path(hydra_settings.sweep.dir, "multirun.yaml")
+    if hydra_settings.mode == RunMode.MULTIRUN and sweep.exists():
+        kept[sweep] = OmegaConf.load(sweep)  # written before its runs begin
+    for path, config in kept.items():
+        plain = OmegaConf.to_container(config, resolve=False)
+        shown = without_secrets(plain)
+        if shown != plain and path.exists():
+            _replace(path, OmegaConf.to_yaml(OmegaConf.create(shown)))
+
+
+def _replace(path: Path, text: str) -> None:
+    """As one step, whatever other processes do with that file."""
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(path)
 
 
 def check_keys(folder: Path, config_name: str, arguments: list[str]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import wandb
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from matplotlib import image
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import ArtifactRecord, Record  # pyright: ignore
 
@@ -23,6 +24,7 @@ from tests.stages import ROOT, attempt, common, run
 from tests.tiny_training import Stop, Training
 from whiflash_infer.errors import UserError
 from whiflash_train import loggers
+from whiflash_train.entry import hide_secrets
 from whiflash_train.redaction import is_secret_name, without_secrets
 
 SHORT = (
@@ -195,6 +197,30 @@ def test_no_secret_is_in_any_file_of_a_run_whatever_the_logger(  # U116
     kept = OmegaConf.load(tmp_path / "sweep/0/.hydra/config.yaml")
     assert OmegaConf.select(kept, "engine.urls")[0] == "http://***@host/v1"
     assert OmegaConf.select(kept, "engine.api_key_env") == "MY_SERVER"
+
+
+def test_a_configuration_that_another_process_is_writing_is_hidden_without_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose(
+            "train", ["task=ar_drafter", "+hf_token=0xBEEFBEEF"], return_hydra_config=True
+        )
+    with read_write(cfg.hydra), open_dict(cfg.hydra):
+        cfg.hydra.runtime.output_dir = str(tmp_path)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(cfg)
+    kept = tmp_path / ".hydra"
+    kept.mkdir()
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        (kept / name).write_text("half: [written, hf_token=0xBEEFBEEF\nand then")
+    hide_secrets(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+    assert OmegaConf.load(kept / "config.yaml").hf_token == "***"
+    assert "+hf_token=***" in OmegaConf.load(kept / "overrides.yaml")
+    assert sorted(path.name for path in kept.iterdir()) == [
+        *("config.yaml", "hydra.yaml", "overrides.yaml")
+    ]
+    assert not any("0xBEEFBEEF" in path.read_text() for path in kept.iterdir())
 
 
 def test_a_resumed_training_goes_on_in_its_wandb_run_and_no_step_goes_back(
