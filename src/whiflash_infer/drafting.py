@@ -18,28 +18,29 @@ from whiflash_infer.settings import EngineSettings
 from whiflash_infer.trees import DraftTree, join
 from whiflash_infer.types import PLAIN, Decision
 
-Groups = dict[tuple[str, bool], list[int]]  # rows by arm, and whether their drafts are drawn
+Groups = dict[tuple[str, bool], list[int]]  # places by arm, and whether their drafts are drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An arm's drafts for some rows of a round, num_draft[b] of them on the longest path."""
+    """An arm's drafts for the requests at some places, num_draft[b] on the longest path."""
 
-    rows: list[int]
+    places: list[int]
     num_draft: list[int]
     drafts: Drafts
 
     def probs(self) -> Iterator[tuple[int, Float[Tensor, "K V"]]]:
-        """Of each row, what its drafts were drawn from, if they were."""
+        """Of each place, what its drafts were drawn from, if they were."""
         if self.drafts.probs is not None:
-            for place, row in enumerate(self.rows):
-                yield row, self.drafts.probs[place, : self.num_draft[place]]
+            for index, place in enumerate(self.places):
+                yield place, self.drafts.probs[index, : self.num_draft[index]]
 
 
 class Drafting:
-    """Rows are grouped by arm, so that an arm drafts for all its rows at once.
+    """Requests are grouped by arm, so that an arm drafts for all of its own at once.
 
-    `decisions` of rows whose drafter fails are replaced: they go on without drafts in this round.
+    A place is an index into `requests` and `decisions`. Decisions are replaced where the drafter
+    fails: those requests go on without drafts in this round.
     """
 
     def __init__(self, arms: Mapping[str, Arm], settings: EngineSettings, safety: Safety) -> None:
@@ -52,69 +53,69 @@ class Drafting:
 
     def group(self, requests: Sequence[Request], decisions: Sequence[Decision]) -> Groups:
         groups: Groups = {}
-        for row, (request, decision) in enumerate(zip(requests, decisions, strict=True)):
+        for place, (request, decision) in enumerate(zip(requests, decisions, strict=True)):
             if decision.arm != PLAIN and decision.num_draft > 0:
                 drawn = request.draws and self._arms[decision.arm].can_draw
-                groups.setdefault((decision.arm, drawn), []).append(row)
+                groups.setdefault((decision.arm, drawn), []).append(place)
         return groups
 
     def catch_up(
         self, texts: Texts, requests: Sequence[Request], groups: Groups, decisions: list[Decision]
     ) -> Groups:
-        """Bring drafters up to date as `sync` says. Returns the groups without rows that failed."""
-        for arm, rows in self._followers(requests, groups).items():
-            self._follow(texts, requests, arm, rows)
+        """Bring drafters up to date as `sync` says. Returns the groups without what failed."""
+        for arm, places in self._followers(requests, groups).items():
+            self._follow(texts, [requests[place] for place in places], arm)
         healthy: Groups = {}
-        for (arm, drawn), rows in groups.items():
-            for row in rows:
-                if arm in requests[row].unsafe:
-                    decisions[row] = Decision(PLAIN, 0, f"{arm} failed")
+        for (arm, drawn), places in groups.items():
+            for place in places:
+                if arm in requests[place].unsafe:
+                    decisions[place] = Decision(PLAIN, 0, f"{arm} failed")
                 else:
-                    healthy.setdefault((arm, drawn), []).append(row)
+                    healthy.setdefault((arm, drawn), []).append(place)
         return healthy
 
     def draft(
         self, texts: Texts, requests: Sequence[Request], groups: Groups, decisions: list[Decision]
     ) -> list[Part]:
         parts = []
-        for (arm, drawn), rows in groups.items():
-            num_draft = [decisions[row].num_draft for row in rows]
-            drawer = _drawer([requests[row] for row in rows]) if drawn else None
+        for (arm, drawn), places in groups.items():
+            mine = [requests[place] for place in places]
+            num_draft = [decisions[place].num_draft for place in places]
+            drawer = _drawer(mine) if drawn else None
             try:
-                drafts = self._arms[arm].draft(texts, rows, num_draft, drawer)
+                drafts = self._arms[arm].draft(texts, [r.row for r in mine], num_draft, drawer)
             except Exception as error:
-                for row in rows:
-                    self._safety.drafter_failed(requests[row], arm, error)
-                    decisions[row] = Decision(PLAIN, 0, f"{arm} failed")
+                for place in places:
+                    self._safety.drafter_failed(requests[place], arm, error)
+                    decisions[place] = Decision(PLAIN, 0, f"{arm} failed")
             else:
-                parts.append(Part(rows, num_draft, drafts))
+                parts.append(Part(places, num_draft, drafts))
         return parts
 
     def join(self, parts: Sequence[Part], num_rows: int, device: torch.device) -> DraftTree:
-        """One tree of all rows, as wide as the next of the widths."""
+        """One tree of all requests, as wide as the next of the widths."""
         nodes = max((part.drafts.tree.num_nodes for part in parts), default=0)
         width = next((w for w in self.widths if w > nodes), nodes + 1)
-        if len(parts) == 1 and len(parts[0].rows) == num_rows and nodes + 1 == width:
+        if len(parts) == 1 and len(parts[0].places) == num_rows and nodes + 1 == width:
             return parts[0].drafts.tree
-        placed = [(torch.tensor(part.rows, device=device), part.drafts.tree) for part in parts]
+        placed = [(torch.tensor(part.places, device=device), part.drafts.tree) for part in parts]
         return join(placed, num_rows=num_rows, num_nodes=width - 1, device=device)
 
     def _followers(self, requests: Sequence[Request], groups: Groups) -> dict[str, list[int]]:
-        """Rows to bring up to date, by an arm of the drafter that follows."""
+        """Places to bring up to date, by an arm of the drafter that follows."""
         followers: dict[str, list[int]] = {}
         if self._settings.sync in ("eager", "full_forward"):
             for arm in {id(a.drafter): name for name, a in self._arms.items()}.values():
-                followers[arm] = [r for r, q in enumerate(requests) if arm not in q.unsafe]
+                followers[arm] = [p for p, r in enumerate(requests) if arm not in r.unsafe]
             return followers
-        for (arm, _), rows in groups.items():
-            followers.setdefault(arm, []).extend(rows)
+        for (arm, _), places in groups.items():
+            followers.setdefault(arm, []).extend(places)
         return followers
 
-    def _follow(
-        self, texts: Texts, requests: Sequence[Request], arm: str, rows: Sequence[int]
-    ) -> None:
+    def _follow(self, texts: Texts, requests: Sequence[Request], arm: str) -> None:
         """Catch up, with the invariant checked: a cache never leads its text, and then fits it."""
         drafter, full = self._arms[arm].drafter, self._settings.sync in ("lazy", "full_forward")
+        rows = [request.row for request in requests]
         broken: set[int] = {row for row in rows if drafter.lag(texts, row) < 0}
         why: Exception | str = "its cache does not fit the text"
         try:
@@ -124,15 +125,16 @@ class Drafting:
                 broken |= {r for r in rows if r not in broken and drafter.differs(texts, r)}
         except Exception as error:
             broken, why = set(rows), error
-        for row in broken:
-            self._safety.drafter_failed(requests[row], arm, why)
+        for request in requests:
+            if request.row in broken:
+                self._safety.drafter_failed(request, arm, why)
 
 
 def finite_rows(parts: Sequence[Part], num_rows: int, device: torch.device) -> Bool[Tensor, " B"]:
-    """Whether the numbers of the drafter that drafted for a row stayed finite."""
+    """Whether the numbers of the drafter that drafted for a request stayed finite."""
     finite = torch.ones(num_rows, dtype=torch.bool, device=device)
     for part in parts:
-        finite[part.rows] = part.drafts.finite
+        finite[part.places] = part.drafts.finite
     return finite
 
 

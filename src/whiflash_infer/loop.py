@@ -59,7 +59,7 @@ class DecodeLoop:
         self.requests: list[Request] = []
         self._safety = Safety(self.arms, settings.safe_arm)
         self._drafting = Drafting(self.arms, settings, self._safety)
-        self.steering = Steering(policy, self.arms, self.rows, self._safety)
+        self.steering = Steering(policy, self.arms, self.rows.texts, self._safety)
         if settings.compile:
             target.compile()
 
@@ -95,6 +95,7 @@ class DecodeLoop:
         firsts = []
         for place, request in enumerate(requests):
             request.begin(device, self.spare)
+            request.row = first_row + place
             prompt = torch.tensor(request.prompt_ids, device=device)
             firsts.append(first_choice(request, logits[place, None]))
             taps = read.taps[place, : len(prompt)]
@@ -134,6 +135,7 @@ class DecodeLoop:
         if row != last:
             self.rows.move(last, row)
             self.requests[row] = self.requests[last]
+            self.requests[row].row = row
         self.requests.pop()
         return result
 

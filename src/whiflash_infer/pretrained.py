@@ -17,7 +17,13 @@ import torch
 from whiflash_infer.artifacts import MANIFEST, read_json, read_manifest, require_match
 from whiflash_infer.chat import ChatOptions
 from whiflash_infer.drafters.base import Arm
-from whiflash_infer.drafters.load import ArmSettings, arm_settings, load_arms, shapes_of
+from whiflash_infer.drafters.load import (
+    ArmSettings,
+    DraftTarget,
+    arm_settings,
+    load_arms,
+    shapes_of,
+)
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange import eagle3, zlab
 from whiflash_infer.exchange.files import CONFIG
@@ -257,7 +263,7 @@ def arms_of_router(path: Path) -> ArmSettings:
 
 def load_fitting_router(
     path: Path,
-    target: Target,
+    target: DraftTarget,
     arms: Mapping[str, Arm],
     lineage: Mapping[str, Any],
     allow_foreign: bool,
@@ -270,7 +276,7 @@ def load_fitting_router(
     here = DeviceIdentity.here(target.device, target.dtype)
     router = load_router(path, here=here, target=target.name, allow_foreign=allow_foreign)
     made_for = router.manifest.get("target", {})
-    require_match(path, made_for, target.identity().required(), made_by=_ROUTER_MADE_BY)
+    require_match(path, made_for, target.required, made_by=_ROUTER_MADE_BY)
     trained = router.manifest.get("drafters", {})
     found = {f"{arm} drafter": facts for arm, facts in trained.items()}
     wanted = {f"{arm} drafter": facts for arm, facts in lineage.items() if arm in trained}

@@ -24,9 +24,10 @@ TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2  # of a request's random nu
 class Request:
     """A prompt, what was asked of its answer, and what the loop remembers of it between rounds.
 
-    limit: tokens of prompt and answer at most. belief: the policy's of the anchor, and decided_on:
-    that of the round before. memory: what the policy remembers. unsafe: arms that failed in this
-    request. streams: random numbers by stream, one an output position.
+    row: its row of all storage. limit: tokens of prompt and answer at most. belief: the policy's
+    of the anchor, and decided_on: that of the round before. memory: what the policy remembers.
+    unsafe: arms that failed in this request. streams: random numbers by stream, one an output
+    position.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Request:
     stops: Stops
     processors: list[LogitsProcessor]
     result: Generation
+    row: int = -1
     streams: dict[int, Float[Tensor, " N"]] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)
     last_arm: str | None = None

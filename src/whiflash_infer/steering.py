@@ -12,22 +12,24 @@ from whiflash_infer.drafters.base import Arm
 from whiflash_infer.requests import Request
 from whiflash_infer.routing.features import router_features
 from whiflash_infer.routing.protocol import Decisions, Outcomes, Policy, RoundStates
-from whiflash_infer.rows import Rows
 from whiflash_infer.safety import Safety
+from whiflash_infer.sequence import Texts
 from whiflash_infer.types import PLAIN, Decision, Round
 
 
 class Steering:
-    """Row r of all arguments belongs to `requests[r]`.
+    """Row b of all arguments belongs to `requests[b]`.
 
     A request is steered by the policy unless it names an arm itself or the policy failed in it.
     """
 
-    def __init__(self, policy: Policy, arms: Mapping[str, Arm], rows: Rows, safety: Safety) -> None:
+    def __init__(
+        self, policy: Policy, arms: Mapping[str, Arm], texts: Texts, safety: Safety
+    ) -> None:
         self.policy = policy
         self._arms = arms
         self._names = (PLAIN, *arms)
-        self._rows = rows
+        self._texts = texts
         self._safety = safety
 
     def read(
@@ -50,10 +52,9 @@ class Steering:
     def states(self, requests: Sequence[Request]) -> RoundStates:
         """A round commits its drafts and one more token, so `room` drafts can still be of use."""
         room = np.array([[request.limit - request.length - 1] for request in requests])
-        texts = self._rows.texts
         lags = [
-            [0, *(arm.drafter.lag(texts, row) for arm in self._arms.values())]
-            for row in range(len(requests))
+            [0, *(arm.drafter.lag(self._texts, request.row) for arm in self._arms.values())]
+            for request in requests
         ]
         last = [self._names.index(r.last_arm) if r.last_arm else -1 for r in requests]
         return RoundStates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -175,6 +175,10 @@ class Target:
         return self.chat.stop_ids
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
     def max_length(self) -> int:
         return int(self.config.max_position_embeddings)
 
@@ -204,10 +208,14 @@ class Target:
         return TargetIdentity(
             name=self.name,
             config_hash=json_hash(config),
-            weights=_weights_fingerprint(self.model),
+            weights=weights_fingerprint(sorted(self.model.state_dict().items())),
             **self.chat.identity(),
             dtype=str(self.dtype).removeprefix("torch."),
         )
+
+    @property
+    def required(self) -> dict[str, str]:
+        return self.identity().required()
 
     def compile(self, *, backend: str = "inductor") -> None:
         """Compile passes over static spans, once for every width and number of rows met."""
@@ -419,13 +427,14 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     return rope
 
 
-def _weights_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Hash of names, shapes and 64 spread values of each tensor, rounded to bfloat16.
 
-    The rounding makes the same weights loaded in float32 and in bfloat16 agree.
+    The rounding makes the same weights loaded in float32 and in bfloat16 agree. tensors: those of
+    a model's `state_dict`, sorted by name.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in tensors:
         flat = tensor.flatten()
         picked = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16)
         digest.update(f"{name}{tuple(tensor.shape)}".encode())

@@ -126,17 +126,15 @@ def hide_secrets(cfg: DictConfig) -> None:
     The processes of a launcher keep theirs in one folder at the same time, so what another one may
     be writing is not read: a file is made anew from the composed configuration.
     """
-    settings = HydraConfig.instance().cfg
-    assert settings is not None
-    hydra_settings = settings.hydra
-    folder = Path(hydra_settings.runtime.output_dir, hydra_settings.output_subdir or ".")
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir, settings.output_subdir or ".")
     kept: dict[Path, Any] = {
         folder / "config.yaml": cfg,
-        folder / "hydra.yaml": settings,
-        folder / "overrides.yaml": hydra_settings.overrides.task,
+        folder / "hydra.yaml": HydraConfig.instance().cfg,
+        folder / "overrides.yaml": settings.overrides.task,
     }
-    sweep = Path(hydra_settings.sweep.dir, "multirun.yaml")
-    if hydra_settings.mode == RunMode.MULTIRUN and sweep.exists():
+    sweep = Path(settings.sweep.dir, "multirun.yaml")
+    if settings.mode == RunMode.MULTIRUN and sweep.exists():
         kept[sweep] = OmegaConf.load(sweep)  # written before its runs begin
     for path, config in kept.items():
         plain = OmegaConf.to_container(config, resolve=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from whiflash_infer.artifacts import file_hash, require_match
 from whiflash_infer.checkpoint import WEIGHTS, load_drafter
@@ -15,7 +17,7 @@ from whiflash_infer.drafters.diffusion import CachedDiffusion, DiffusionArm
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.ar import ARDrafter
 from whiflash_infer.nets.diffusion import DiffusionDrafter
-from whiflash_infer.target import Target
+from whiflash_infer.target import TargetTables
 from whiflash_infer.types import AR, AR_TREE, CHAINS, DIFFUSION, DIFFUSION_TREE
 
 MAX_DEPTH = 32
@@ -83,10 +85,40 @@ def shapes_of(arms: Mapping[str, Arm]) -> dict[str, dict[str, int]]:
     }
 
 
+@runtime_checkable
+class DraftTarget(Protocol):
+    """What drafters ask of a target, whoever runs it.
+
+    required: what a manifest says of the target (`TargetIdentity`) and has to agree with; as much
+    of it as is known here.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def tables(self) -> TargetTables: ...
+
+    @property
+    def tap_layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def required(self) -> dict[str, str]: ...
+
+
 def load_arms(
     ar_drafter: Path | None,
     diffusion_drafter: Path | None,
-    target: Target,
+    target: DraftTarget,
     settings: ArmSettings = _DEFAULTS,
 ) -> tuple[dict[str, Arm], dict[str, Any]]:
     """The arms of up to two drafter folders, and for each drafter what identifies it.
@@ -120,25 +152,24 @@ def chains(arms: Mapping[str, Arm]) -> dict[str, Arm]:
 
 
 def _load(
-    drafter: str, path: Path, target: Target
+    drafter: str, path: Path, target: DraftTarget
 ) -> tuple[ARDrafter | DiffusionDrafter, Mapping[str, Any]]:
     made_by = f"python train.py task={drafter}_drafter"
     net, manifest = load_drafter(path, made_by=made_by, dtype=target.dtype, device=target.device)
-    wanted = target.identity().required()
-    require_match(path, manifest.get("target", {}), wanted, made_by=made_by)
+    require_match(path, manifest.get("target", {}), target.required, made_by=made_by)
     taps = {"tap_layer_ids": list(target.tap_layer_ids)}
     require_match(path, manifest, taps, made_by=made_by)
-    if net.config.shape.vocab_size != target.config.vocab_size:
+    if net.config.shape.vocab_size != target.vocab_size:
         raise ArtifactError(
             f"{path}: vocab_size is {net.config.shape.vocab_size}, the target's is "
-            f"{target.config.vocab_size}"
+            f"{target.vocab_size}"
         )
     return net, manifest
 
 
 def _arms(
     net: ARDrafter | DiffusionDrafter,
-    target: Target,
+    target: DraftTarget,
     manifest: Mapping[str, Any],
     settings: ArmSettings,
 ) -> dict[str, Arm]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import isfinite, log
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +18,25 @@ from scipy.optimize import isotonic_regression
 from whiflash_infer.artifacts import FORMAT_VERSION, package_versions, read_json, write_json
 from whiflash_infer.errors import ArtifactError
 from whiflash_infer.types import DRAFTERS, PLAIN
+
+
+@runtime_checkable
+class Costs(Protocol):
+    """Where policies get the prices of rounds. They may change from round to round, so policies ask
+    every time and keep nothing."""
+
+    @property
+    def catch_up_seconds(self) -> Mapping[str, tuple[float, float]]:
+        """Of each drafter, seconds a pass and seconds a lagging token, of one text."""
+        ...
+
+    def table(self, arms: Sequence[str], *, num_texts: int = 1) -> CostTable:
+        """Prices of a text's share of a round in which so many texts are decoded together. The
+        arrays are shared and cannot be written to.
+
+        Raises: KeyError for an arm that is not priced.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +91,27 @@ class CostModel:
         """Of each drafting arm, the longest draft that is priced."""
         return {arm: len(nodes) - 1 for arm, nodes in self.nodes.items()}
 
+    @property
+    def catch_up_seconds(self) -> Mapping[str, tuple[float, float]]:
+        return self.batches[1].catch_up
+
     def table(self, arms: Sequence[str], *, num_texts: int = 1) -> CostTable:
         """Prices of a text's share of a round, of the profiled batch size nearest to `num_texts`.
 
         Raises: KeyError for an arm that is not priced.
         """
+        key = (tuple(arms), num_texts)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._made_table(arms, num_texts)
+        return found
+
+    @cached_property
+    def _tables(self) -> dict[tuple[tuple[str, ...], int], CostTable]:
+        """Made already. A profile never changes."""
+        return {}
+
+    def _made_table(self, arms: Sequence[str], num_texts: int) -> CostTable:
         batch = min(self.batches, key=lambda size: (abs(log(size / num_texts)), size))
         costs = self.batches[batch]
         longest = max([0, *(self.max_draft[arm] for arm in arms if arm != PLAIN)])
@@ -90,7 +126,7 @@ class CostModel:
                 drafting = 0.0 if arm == PLAIN else costs.draft[arm][length]
                 base, per_context[row, length] = costs.verify[nodes]
                 fixed[row, length] = base + drafting + per_pass + costs.overhead
-        return CostTable(fixed / batch, per_context / batch, per_lag / batch)
+        return CostTable(fixed / batch, per_context / batch, per_lag / batch).frozen()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +143,12 @@ class CostTable:
     ) -> Float[np.ndarray, "N P K1"]:
         by_context = self.fixed + self.per_context * positions[:, None, None]
         return by_context + (self.per_lag * lags)[:, :, None]
+
+    def frozen(self) -> CostTable:
+        """The same, for many readers: its arrays cannot be written to any more."""
+        for array in (self.fixed, self.per_context, self.per_lag):
+            array.setflags(write=False)
+        return self
 
 
 def fit_verify(samples: Mapping[int, Mapping[int, float]]) -> list[tuple[float, float]]:

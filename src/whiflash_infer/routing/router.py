@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from whiflash_infer.artifacts import new_artifact, read_json, read_manifest, write_json
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.nets.router import RouterConfig, RouterNet
-from whiflash_infer.routing.costs import CostModel, DeviceIdentity, load_costs, save_costs
+from whiflash_infer.routing.costs import CostModel, Costs, DeviceIdentity, load_costs, save_costs
 from whiflash_infer.routing.features import SCALARS
 from whiflash_infer.routing.policies import (
     BanditPolicy,
@@ -66,12 +66,14 @@ class Router:
         """That its policies choose among, plain first."""
         return self.net.config.arms if self.usable is None else self.usable
 
-    def policy(self, name: str, *, seed: int = 0) -> Policy:
+    def policy(self, name: str, *, seed: int = 0, costs: Costs | None = None) -> Policy:
         """A new one, which remembers nothing yet.
+
+        costs: prices of rounds; those of the profile that it was trained with when None.
 
         Raises: UserError for an unknown name, with the known ones.
         """
-        settings = self.settings
+        settings, costs = self.settings, self.costs if costs is None else costs
         lam, otherwise = settings.hazard.lam, self._or_plain(settings.hazard.best_static)
         by_category = {k: self._or_plain(arm) for k, arm in settings.category_arms.items()}
         hazard = replace(settings.hazard, best_static=otherwise)
@@ -81,10 +83,8 @@ class Router:
             "delta": lambda: DeltaPolicy(self.net, settings.delta_threshold),
             "request": lambda: RequestPolicy(self.net, self.arms),
             "category": lambda: CategoryPolicy(by_category, otherwise),
-            "bandit": lambda: BanditPolicy(
-                self.arms, self.costs, lam=lam, explore=settings.explore
-            ),
-            "hazard": lambda: HazardPolicy(self.net, self.costs, hazard, self.arms),
+            "bandit": lambda: BanditPolicy(self.arms, costs, lam=lam, explore=settings.explore),
+            "hazard": lambda: HazardPolicy(self.net, costs, hazard, self.arms),
             "random": lambda: RandomPolicy(seed),
         }
         if name in STATIC:

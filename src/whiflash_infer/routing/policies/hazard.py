@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whiflash_infer.nets.router import RouterNet, cumulative_hazards
-from whiflash_infer.routing.costs import CostModel, CostTable
+from whiflash_infer.routing.costs import Costs
 from whiflash_infer.routing.policies.base import BasePolicy, full_length
 from whiflash_infer.routing.policies.drift import DriftAlarm
 from whiflash_infer.routing.protocol import Decisions, Outcomes, RoundStates
@@ -67,7 +67,7 @@ class HazardPolicy(BasePolicy):
     def __init__(
         self,
         net: RouterNet,
-        costs: CostModel,
+        costs: Costs,
         settings: HazardSettings,
         arms: tuple[str, ...] | None = None,
     ) -> None:
@@ -84,9 +84,7 @@ class HazardPolicy(BasePolicy):
         self._num_drafters = len(names)
         # Of each drafter the rejections and how many were expected; of each arm its uses.
         self.memory_size = _TALLY + 2 * len(names) + len(self.arms)
-        self._table = lru_cache(16)(self._made_table)
-        passes = costs.batches[1].catch_up.values()
-        self._catch_up = tuple(max([0.0, *part]) for part in zip(*passes, strict=True))
+        self._shortest = self._shortest_drafts()
 
     @torch.inference_mode()
     def read(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N X"]:
@@ -210,11 +208,11 @@ class HazardPolicy(BasePolicy):
         price: Float[np.ndarray, " N"],
     ) -> Float[np.ndarray, "N P K1"]:
         """-inf where an arm has no such length, or the text no use for it."""
-        table, shortest = self._table(states.num_together)
+        table = self.costs.table(self.arms, num_texts=states.num_together)
         seconds = table.seconds(states.positions, states.lags[:, columns])
         longest = states.max_draft[:, columns]
         lengths = np.arange(gains.shape[2])
-        least = np.minimum(shortest, longest)
+        least = np.minimum(self._shortest, longest)
         legal = (lengths <= longest[:, :, None]) & (lengths >= least[:, :, None])
         legal[:, 1:, 0] = False
         seconds = np.where(legal, seconds, 0.0)
@@ -263,19 +261,23 @@ class HazardPolicy(BasePolicy):
     ) -> tuple[Float[np.ndarray, " N"], Int[np.ndarray, " N"]]:
         """Tokens, and rounds."""
         margin, dwell = self.settings.switch_margin, self.settings.dwell
-        per_pass, per_token = self._catch_up
+        per_pass, per_token = self._dearest_catch_up()
         margins = price * per_token if margin is None else np.full(len(price), margin)
         if dwell is not None:
             return margins, np.full(len(price), dwell)
         return margins, 1 + (price * (per_pass + per_token)).astype(int)
 
-    def _made_table(self, num_texts: int) -> tuple[CostTable, Int[np.ndarray, " P"]]:
-        """Prices for so many texts together, and the shortest draft of each arm."""
-        table = self.costs.table(self.arms, num_texts=num_texts)
+    def _dearest_catch_up(self) -> tuple[float, float]:
+        """The most seconds that a pass and a lagging token cost any drafter."""
+        prices = self.costs.catch_up_seconds.values()
+        per_pass = max([0.0, *(price[0] for price in prices)])
+        return per_pass, max([0.0, *(price[1] for price in prices)])
+
+    def _shortest_drafts(self) -> Int[np.ndarray, " P"]:
+        """Of each arm."""
         max_draft = self.net.config.max_draft
         adaptive = [a for a in self.arms[1:] if self.settings.adaptive_length and a in CHAINS]
-        shortest = [0, *(1 if arm in adaptive else max_draft[arm] for arm in self.arms[1:])]
-        return table, np.array(shortest)
+        return np.array([0, *(1 if arm in adaptive else max_draft[arm] for arm in self.arms[1:])])
 
     @staticmethod
     @lru_cache(16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from whiflash_infer.routing.costs import CostModel
+from whiflash_infer.routing.costs import CostModel, Costs
 from whiflash_infer.routing.policies.base import BasePolicy, full_length, uniforms
 from whiflash_infer.routing.protocol import Decisions, Outcomes, RoundStates
 
@@ -18,12 +18,12 @@ class BanditPolicy(BasePolicy):
     name = "bandit"
 
     def __init__(
-        self, arms: tuple[str, ...], costs: CostModel, *, lam: float, explore: float = 0.5
+        self, arms: tuple[str, ...], costs: Costs, *, lam: float, explore: float = 0.5
     ) -> None:
         self.arms = arms
         self.lam = lam
         self.explore = explore
-        self._table = costs.table(arms)
+        self._costs = costs
         self.memory_size = 2 * len(arms)  # of each arm, its rounds and the sum of their rewards
 
     def decide(
@@ -50,7 +50,8 @@ class BanditPolicy(BasePolicy):
         columns, rows = self.columns(states), np.arange(len(states))
         place = (columns == decisions.arms[:, None]).argmax(1)
         priced = np.where(decisions.num_draft > 0, place, 0)  # without drafts an arm is as plain
-        seconds = self._table.seconds(states.positions, states.lags[:, columns])
+        prices = self._costs.table(self.arms)
+        seconds = prices.seconds(states.positions, states.lags[:, columns])
         values = outcomes.committed - self.lam * seconds[rows, priced, decisions.num_draft]
         memory[rows, place] += 1
         memory[rows, len(self.arms) + place] += values
