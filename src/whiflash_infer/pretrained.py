@@ -27,7 +27,7 @@ from whiflash_infer.drafters.load import (
 from whiflash_infer.errors import ArtifactError, UserError
 from whiflash_infer.exchange import eagle3, zlab
 from whiflash_infer.exchange.files import CONFIG
-from whiflash_infer.routing.costs import DeviceIdentity
+from whiflash_infer.routing.costs import Costs, DeviceIdentity
 from whiflash_infer.routing.policies import Policy, RandomPolicy, StaticPolicy
 from whiflash_infer.routing.router import ROUTED, Router, load_router
 from whiflash_infer.target import Target, resolve_device
@@ -101,14 +101,35 @@ def load_parts(
     return target, loaded, choose_policy(policy, loaded, routing)
 
 
+def trained_for(
+    target: Target | str | Path, *, ar: Path | None, diffusion: Path | None
+) -> tuple[str, tuple[int, ...]]:
+    """Name and tapped layers of the target that drafter folders are for.
+
+    Raises: ArtifactError for a folder that is none of ours, or two that do not go together.
+    """
+    paths = {AR: ar, DIFFUSION: diffusion}
+    facts = [_facts(arm, path, target) for arm, path in paths.items() if path is not None]
+    _require_agreement(facts)
+    if not facts:
+        raise UserError("there is no drafter: give the folder of an ar or a diffusion drafter")
+    return facts[0].target, facts[0].tap_layer_ids
+
+
 def choose_policy(
-    wanted: Policy | str | None, arms: Mapping[str, Arm], router: Router | None
+    wanted: Policy | str | None,
+    arms: Mapping[str, Arm],
+    router: Router | None,
+    costs: Costs | None = None,
 ) -> Policy:
-    """Raises: UserError for a policy that is unknown, or whose arms or router are missing."""
+    """costs: None takes those of the router.
+
+    Raises: UserError for a policy that is unknown, or whose arms or router are missing.
+    """
     if not isinstance(wanted, str | None):
         return wanted
     name = wanted or _default_policy(arms, router)
-    policy = _policy(name, arms, router)
+    policy = _policy(name, arms, router, costs)
     needed = {*policy.arms}
     if router is not None and name in ROUTED:
         needed |= {DRAFTERS[arm] for arm in router.net.config.max_draft}
@@ -133,14 +154,16 @@ def _default_policy(arms: Mapping[str, Arm], router: Router | None) -> str:
     return _STATIC + drafters[0] if drafters else PLAIN
 
 
-def _policy(name: str, arms: Mapping[str, Arm], router: Router | None) -> Policy:
+def _policy(
+    name: str, arms: Mapping[str, Arm], router: Router | None, costs: Costs | None
+) -> Policy:
     statics = {PLAIN: PLAIN, **{_STATIC + arm: arm for arm in arms}}
     if name in statics:
         return StaticPolicy(statics[name])
     if name == "random":
         return RandomPolicy(0)
     if name in ROUTED and router is not None:
-        return router.policy(name)
+        return router.policy(name, costs=costs)
     if name in ROUTED:
         raise UserError(f"the policy {name} takes its numbers from a router: give a router folder")
     known = [*statics, "random", *(ROUTED if router is not None else ())]

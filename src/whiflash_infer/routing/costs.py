@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite, log
@@ -26,8 +26,8 @@ class Costs(Protocol):
     every time and keep nothing."""
 
     @property
-    def catch_up_seconds(self) -> Mapping[str, tuple[float, float]]:
-        """Of each drafter, seconds a pass and seconds a lagging token, of one text."""
+    def dearest_catch_up(self) -> tuple[float, float]:
+        """The most seconds that a pass and that a lagging token cost any drafter, for one text."""
         ...
 
     def table(self, arms: Sequence[str], *, num_texts: int = 1) -> CostTable:
@@ -92,8 +92,8 @@ class CostModel:
         return {arm: len(nodes) - 1 for arm, nodes in self.nodes.items()}
 
     @property
-    def catch_up_seconds(self) -> Mapping[str, tuple[float, float]]:
-        return self.batches[1].catch_up
+    def dearest_catch_up(self) -> tuple[float, float]:
+        return self._dearest
 
     def table(self, arms: Sequence[str], *, num_texts: int = 1) -> CostTable:
         """Prices of a text's share of a round, of the profiled batch size nearest to `num_texts`.
@@ -105,6 +105,10 @@ class CostModel:
         if found is None:
             found = self._tables[key] = self._made_table(arms, num_texts)
         return found
+
+    @cached_property
+    def _dearest(self) -> tuple[float, float]:
+        return dearest(self.batches[1].catch_up.values())
 
     @cached_property
     def _tables(self) -> dict[tuple[tuple[str, ...], int], CostTable]:
@@ -149,6 +153,12 @@ class CostTable:
         for array in (self.fixed, self.per_context, self.per_lag):
             array.setflags(write=False)
         return self
+
+
+def dearest(prices: Collection[tuple[float, float]]) -> tuple[float, float]:
+    """The greatest of the first parts, and the greatest of the second."""
+    first, second = (max([0.0, *(price[part] for price in prices)]) for part in (0, 1))
+    return first, second
 
 
 def fit_verify(samples: Mapping[int, Mapping[int, float]]) -> list[tuple[float, float]]:

@@ -261,17 +261,11 @@ class HazardPolicy(BasePolicy):
     ) -> tuple[Float[np.ndarray, " N"], Int[np.ndarray, " N"]]:
         """Tokens, and rounds."""
         margin, dwell = self.settings.switch_margin, self.settings.dwell
-        per_pass, per_token = self._dearest_catch_up()
+        per_pass, per_token = self.costs.dearest_catch_up
         margins = price * per_token if margin is None else np.full(len(price), margin)
         if dwell is not None:
             return margins, np.full(len(price), dwell)
         return margins, 1 + (price * (per_pass + per_token)).astype(int)
-
-    def _dearest_catch_up(self) -> tuple[float, float]:
-        """The most seconds that a pass and a lagging token cost any drafter."""
-        prices = self.costs.catch_up_seconds.values()
-        per_pass = max([0.0, *(price[0] for price in prices)])
-        return per_pass, max([0.0, *(price[1] for price in prices)])
 
     def _shortest_drafts(self) -> Int[np.ndarray, " P"]:
         """Of each arm."""
