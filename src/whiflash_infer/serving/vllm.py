@@ -15,7 +15,6 @@ import importlib
 import json
 import logging
 import os
-import runpy
 import sys
 import tempfile
 import threading
@@ -50,7 +49,7 @@ from whiflash_infer.target import TargetTables
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 PROPOSER = "whiflash_infer.serving.vllm.RoutedProposer"
 _KEY = "whiflash"  # of ours in vLLM's additional_config
-_SERVER = "vllm.entrypoints.openai.api_server"
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 _GIB = 1 << 30
 _USER_ERROR, _INTERRUPTED = 2, 130
 _log = logging.getLogger("vllm.whiflash")  # a child of vLLM's own, which it shows
@@ -578,9 +577,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="whiflash-metrics-") as folder:
         # The worker is a process of its own: its metrics reach the server's page by files.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)
-        sys.argv = [_SERVER, *words]
+        sys.argv = ["vllm", *words]
         try:
-            runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
+            importlib.import_module(_SERVER).main()
         except KeyboardInterrupt:
             return _INTERRUPTED
     return 0
