@@ -34,15 +34,25 @@ from whiflash_train.preparation import build_section, build_sources
 
 # Commands of other programs, which are not here: by their beginning, and why that is enough.
 FOREIGN = {
+    "curl -s http://localhost:8000/": "needs a server",
     "docker run": "needs the images of the engines",
     "python -m pytest": "this is one",
     "python -m sglang.launch_server": "needs a GPU and SGLang; the folder it serves is tested",
     "python -m venv": "the environment that this runs in was made so",
+    "python -m vllm.entrypoints.openai.api_server": "needs vLLM; `make vllm-demo` serves the same",
     "vllm serve": "needs a GPU and vLLM; the folder it serves is tested",
     "wandb sync": "needs an account",
 }
 # Of the Makefile alone: programs of the environment.
-TOOLS = ("$(PYTHON) -m venv", "$(VENV)/bin/", "touch ", "grep ")
+TOOLS = ("$(PYTHON) -m venv", "$(VENV)/bin/", "$(error ", "touch ", "grep ")
+# Flags that a program of ours passes on to one that is not here.
+PASSED_ON = {
+    "whiflash_infer.serving.vllm": {
+        *("--dtype", "--gpu-memory-utilization", "--host", "--max-model-len"),
+        *("--max-num-batched-tokens", "--max-num-seqs", "--no-enable-prefix-caching", "--port"),
+        "--served-model-name",
+    }
+}
 _FLAGS = {"-m", "--multirun", "--strict"}
 _NOT_BUILT = {"logger"}  # a logger opens files
 
@@ -141,7 +151,7 @@ def build(cfg: DictConfig) -> None:
 
 
 def parse_module(module: str, words: Sequence[str]) -> None:
-    with _stopped_at_the_parser([module, *words]):
+    with _stopped_at_the_parser([module, *words], PASSED_ON.get(module)):
         runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
@@ -152,16 +162,30 @@ def parse_benchmark(script: str, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def _stopped_at_the_parser(argv: list[str]) -> Iterator[pytest.MonkeyPatch]:
-    """Let a program's own parser read its arguments, and nothing come after it."""
-    read = argparse.ArgumentParser.parse_args
+def _stopped_at_the_parser(
+    argv: list[str], passed_on: set[str] | None = None
+) -> Iterator[pytest.MonkeyPatch]:
+    """Let a program's own parser read its arguments, and nothing come after it.
+
+    passed_on: flags that it does not read itself, where it passes some on.
+    """
+    read, read_known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         read(self, args, namespace)
         raise Parsed
 
+    def stop_known(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        _, rest = read_known(self, args, namespace)
+        unknown = {word for word in rest if word.startswith("-")} - (passed_on or set())
+        assert not unknown, f"unknown flags {sorted(unknown)}"
+        raise Parsed
+
     with pytest.MonkeyPatch.context() as patch, torch.enable_grad(), patched_argv(argv):
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        if passed_on is None:
+            patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        else:
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", stop_known)
         with pytest.raises(Parsed):
             yield patch
 

@@ -23,9 +23,9 @@ ENVIRONMENT = {
 def answers(spec: dict[str, Any]) -> dict[str, Any]:
     """spec: `engine` is given to vLLM; `prompts` [name, ids, tokens]; `aborted`: name of the one
     that is given up after a few steps."""
-    from vllm import SamplingParams  # pyright: ignore # noqa: PLC0415
-    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore # noqa: PLC0415
-    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore # noqa: PLC0415
+    from vllm import SamplingParams  # pyright: ignore
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore
 
     engine = LLMEngine.from_engine_args(EngineArgs(**spec["engine"]))
     for name, ids, length in spec["prompts"]:
@@ -45,7 +45,7 @@ def answers(spec: dict[str, Any]) -> dict[str, Any]:
 def _counters(engine: dict[str, Any]) -> dict[str, Any] | None:
     if "speculative_config" not in engine:
         return None
-    from whiflash_infer.serving.vllm import current_counters  # noqa: PLC0415
+    from whiflash_infer.serving.vllm import current_counters
 
     return current_counters().summary()
 

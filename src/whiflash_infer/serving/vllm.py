@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import Tensor, nn
@@ -318,7 +319,7 @@ def _target(model: nn.Module, config: Any, name: str, taps: tuple[int, ...]) -> 
         tables=tables,
         tap_layer_ids=taps,
         vocab_size=text.vocab_size,
-        required=_required(name, Path(config.model_config.model), text),
+        required=_required(name, config.model_config.model, text),
     )
 
 
@@ -337,12 +338,15 @@ def _table(module: nn.Module, what: str, text: Any) -> Tensor:
     return weight.detach()[: text.vocab_size]
 
 
-def _required(name: str, folder: Path, text: Any) -> dict[str, str]:
+def _required(name: str, source: str, text: Any) -> dict[str, str]:
+    """source: a folder, or a hub id, which vLLM has just read into the hub's cache."""
+    found = source if Path(source).is_dir() else try_to_load_from_cache(source, "config.json")
     weights = None
-    if folder.is_dir():
+    if isinstance(found, str):
+        folder = Path(found) if Path(found).is_dir() else Path(found).parent
         weights = weights_fingerprint_of_files(folder, tied=bool(text.tie_word_embeddings))
     if weights is None:
-        _log.warning("%s: its files do not tell whether the drafters were trained for it", folder)
+        _log.warning("%s: its files do not tell whether the drafters were trained for it", source)
         return {"name": name}
     return {"name": name, "weights": weights}
 
