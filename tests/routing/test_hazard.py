@@ -20,6 +20,7 @@ from whiflash_infer.nets.router import (
     expected_tokens,
     hazard_loss,
 )
+from whiflash_infer.routing.costs import CostModel
 from whiflash_infer.routing.policies import HazardPolicy, HazardSettings
 from whiflash_infer.routing.policies.drift import DriftAlarm
 from whiflash_infer.routing.policies.hazard import exposures
@@ -138,8 +139,10 @@ def test_texts_decided_together_are_each_decided_as_alone() -> None:
 
 def test_the_price_list_is_that_of_the_texts_decoded_together_not_of_those_asked_for() -> None:
     alone = policy(LAM)
-    dear = replace(alone.costs.batches[1], draft={a: [900.0] * 4 for a in ("ar", "diffusion")})
-    model = replace(alone.costs, batches={**alone.costs.batches, 8: dear})
+    profile = alone.costs
+    assert isinstance(profile, CostModel)
+    dear = replace(profile.batches[1], draft={a: [900.0] * 4 for a in ("ar", "diffusion")})
+    model = replace(profile, batches={**profile.batches, 8: dear})
     mine = HazardPolicy(alone.net, model, HazardSettings(lam=LAM))
     for together, arm in ((1, "diffusion"), (8, "plain")):
         decisions = mine.decide(beliefs(), state(num_together=together), blank(mine))

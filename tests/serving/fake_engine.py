@@ -127,6 +127,8 @@ def fake_vllm_config(
             hf_config=hf_config,
             hf_text_config=hf_config.get_text_config(),
             dtype=dtype,
+            is_multimodal_model=False,
+            enable_prompt_embeds=False,
             get_vocab_size=lambda: hf_config.get_text_config().vocab_size,
         ),
         parallel_config=SimpleNamespace(

@@ -467,6 +467,8 @@ def spoil(config: Any, path: str, value: object) -> Any:
         ("compilation_config.mode", SimpleNamespace(name="VLLM_COMPILE"), "--enforce-eager"),
         ("compilation_config.cudagraph_mode", SimpleNamespace(name="FULL"), "--enforce-eager"),
         ("kv_transfer_config", SimpleNamespace(), "kv_transfer_config"),
+        ("model_config.is_multimodal_model", True, "more than tokens"),
+        ("model_config.enable_prompt_embeds", True, "more than tokens"),
         ("additional_config", {"whiflash": {"polcy": "hazard"}}, "whiflash.polcy.*policy"),
         ("additional_config", {"whiflash": {"feature_gib": 0}}, "feature_gib"),
         ("additional_config", {"whiflash": {"max_requests": 0}}, "max_requests is 0"),

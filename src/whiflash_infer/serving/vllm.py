@@ -131,6 +131,8 @@ def check_config(config: Any) -> None:
         problems.append("the target is compiled, which skips hooks: give --enforce-eager")
     if config.kv_transfer_config is not None:
         problems.append("kv_transfer_config brings keys and values without their features")
+    if config.model_config.is_multimodal_model or config.model_config.enable_prompt_embeds:
+        problems.append("the target reads more than tokens, which drafters do not")
     if problems:
         raise UserError(f"the routed proposer cannot serve like this: {'; '.join(problems)}")
 
@@ -236,7 +238,9 @@ class PassCapture:
     def _metadata(self) -> Any:
         """Of the pass that begins; None for one that only warms up."""
         found = self._context().attn_metadata if self._has_context() else None
-        if not isinstance(found, dict) or not found:
+        if isinstance(found, list):
+            raise TypeError("the pass is split into microbatches")
+        if not found:
             return None
         named = [value for name, value in found.items() if self._attention in f".{name}."]
         return (named or list(found.values()))[0]
