@@ -158,7 +158,7 @@ def save(options: argparse.Namespace, results: Mapping[str, Any]) -> None:
     write_json(
         options.output,
         {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python", *map(shown, sys.argv)]),
             "device": here.device,
             "threads": options.threads,
             "versions": {"torch_build": torch.__version__, **package_versions(), **own},
@@ -167,6 +167,11 @@ def save(options: argparse.Namespace, results: Mapping[str, Any]) -> None:
         },
     )
     console.print(f"written to {options.output}", highlight=False, soft_wrap=True)
+
+
+def shown(word: str) -> str:
+    """Of a path of this machine its name alone, since results are read elsewhere."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def installed(name: str) -> bool:

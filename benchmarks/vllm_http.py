@@ -54,11 +54,13 @@ def measure(options: argparse.Namespace) -> None:
     require_vllm()
     check_folders(Path(options.artifacts), NEEDED[options.method])
     target = target_folder(options)
-    words = [*command(options, target), *flags(options)]
+    # By its name alone: metrics carry it, and a folder means nothing elsewhere.
+    name = ["--served-model-name", Path(target).name]
+    words = [*command(options, target), *name, *flags(options)]
     variables = {**environment(options), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     texts = list(conversations(options).values())
     with server(words, variables, options.log) as process:
-        found = asyncio.run(ask_all(options, target, texts, process.pid))
+        found = asyncio.run(ask_all(options, Path(target).name, texts, process.pid))
     show(found)
     save(options, found)
 
@@ -114,7 +116,7 @@ def server(
 
 
 async def ask_all(
-    options: argparse.Namespace, target: str, texts: Sequence[Any], pid: int
+    options: argparse.Namespace, model: str, texts: Sequence[Any], pid: int
 ) -> dict[str, Any]:
     aiohttp = import_module("aiohttp")
     async with aiohttp.ClientSession(f"http://127.0.0.1:{options.port}") as session:
@@ -128,7 +130,7 @@ async def ask_all(
             nonlocal done
             for number in queue:
                 asked = {
-                    "model": target,
+                    "model": model,
                     "messages": texts[number % len(texts)],
                     "max_tokens": options.max_tokens,
                     "temperature": 0,

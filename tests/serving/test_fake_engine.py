@@ -85,25 +85,6 @@ class Mixed(Oracle):
         return super().draft(text)[: 1 + len(text) % NUM_DRAFTS]
 
 
-@pytest.fixture(scope="module")
-def greedy(target: Target) -> Callable[[list[int], int], list[int]]:
-    """Hugging Face's own greedy continuation."""
-    model: Any = target.model
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def generate(prompt: list[int], length: int) -> list[int]:
-        key = tuple(prompt)
-        if len(known.get(key, [])) < length:
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
-            with torch.no_grad():
-                output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            known[key] = output[0, len(prompt) :].tolist()
-        return known[key][:length]
-
-    return generate
-
-
 def engine_of(target: Target, proposer: Any, **options: Any) -> FakeEngine:
     defaults: dict[str, Any] = {
         "block_size": 4,

@@ -99,24 +99,6 @@ def arms(target: Target, folder: Path) -> dict[str, Arm]:
     return found
 
 
-@pytest.fixture(scope="module")
-def greedy(target: Target) -> Callable[[list[int], int], list[int]]:
-    model: Any = target.model
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def generate(prompt: list[int], length: int) -> list[int]:
-        key = tuple(prompt)
-        if len(known.get(key, [])) < length:
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
-            with torch.no_grad():
-                output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            known[key] = output[0, len(prompt) :].tolist()
-        return known[key][:length]
-
-    return generate
-
-
 def config_of(target: Target, folder: Path, **changes: Any) -> Any:
     """Those of vLLM's, and of ours by the names of `ServingOptions`."""
     names = vllm.ServingOptions.__dataclass_fields__
@@ -470,7 +452,8 @@ def spoil(config: Any, path: str, value: object) -> Any:
         ("model_config.is_multimodal_model", True, "more than tokens"),
         ("model_config.enable_prompt_embeds", True, "more than tokens"),
         ("additional_config", {"whiflash": {"polcy": "hazard"}}, "whiflash.polcy.*policy"),
-        ("additional_config", {"whiflash": {"feature_gib": 0}}, "feature_gib"),
+        ("additional_config", {"whiflash": {"feature_gib": 0}}, "whiflash.feature_gib is 0"),
+        ("additional_config", {"whiflash": {"idle_seconds": -1}}, "whiflash.idle_seconds is -1"),
         ("additional_config", {"whiflash": {"max_requests": 0}}, "max_requests is 0"),
     ],
 )

@@ -372,7 +372,6 @@ class Proposer:
 
     def _draft(self, requests: Sequence[Served], decisions: list[Decision]) -> list[list[int]]:
         groups = self._drafting.group(requests, decisions)
-        self._count_lags(requests, groups)
         groups = self._catch_up(requests, groups, decisions)
         drafts: list[list[int]] = [[] for _ in requests]
         for key, places in groups.items():
@@ -393,11 +392,6 @@ class Proposer:
             served.decision = decision
         return drafts
 
-    def _count_lags(self, requests: Sequence[Served], groups: Groups) -> None:
-        for (arm, _), places in groups.items():
-            drafter = self.arms[arm].drafter
-            self.counters.lags.add(drafter.lag(self._texts, requests[p].row) for p in places)
-
     def _catch_up(
         self, requests: Sequence[Served], groups: Groups, decisions: list[Decision]
     ) -> Groups:
@@ -406,6 +400,7 @@ class Proposer:
         for (arm, drawn), places in groups.items():
             drafter = self.arms[arm].drafter
             lags = [drafter.lag(self._texts, requests[place].row) for place in places]
+            self.counters.lags.add(lags)
             began = time.perf_counter()
             alone = {(arm, drawn): places}
             healthy |= self._drafting.catch_up(self._texts, requests, alone, decisions)

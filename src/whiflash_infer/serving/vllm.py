@@ -80,10 +80,14 @@ class ServingOptions:
     allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
-        if self.feature_gib <= 0 or self.idle_seconds <= 0:
-            raise UserError(f"{_KEY}: feature_gib and idle_seconds have to be more than 0")
+        for name, value in (
+            ("feature_gib", self.feature_gib),
+            ("idle_seconds", self.idle_seconds),
+        ):
+            if not value > 0:
+                raise UserError(f"{_KEY}.{name} is {value}, it has to be more than 0")
         if self.max_requests is not None and self.max_requests < 1:
-            raise UserError(f"{_KEY}: max_requests is {self.max_requests}, it has to be 1 or more")
+            raise UserError(f"{_KEY}.max_requests is {self.max_requests}, it has to be 1 or more")
 
     def folder(self, name: str) -> Path | None:
         found = getattr(self, name)
