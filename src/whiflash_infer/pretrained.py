@@ -79,8 +79,7 @@ def load_parts(
     Raises: UserError or ArtifactError, which say what does not fit and what to do.
     """
     paths = {AR: _path(ar), DIFFUSION: _path(diffusion)}
-    facts = [_facts(arm, path, target) for arm, path in paths.items() if path is not None]
-    _require_agreement(facts)
+    facts = _agreed_facts(paths, target)
     if isinstance(target, Target):
         _require_auto(dtype=dtype, device=device, chat_options=chat_options)
     else:
@@ -108,9 +107,7 @@ def trained_for(
 
     Raises: ArtifactError for a folder that is none of ours, or two that do not go together.
     """
-    paths = {AR: ar, DIFFUSION: diffusion}
-    facts = [_facts(arm, path, target) for arm, path in paths.items() if path is not None]
-    _require_agreement(facts)
+    facts = _agreed_facts({AR: ar, DIFFUSION: diffusion}, target)
     if not facts:
         raise UserError("there is no drafter: give the folder of an ar or a diffusion drafter")
     return facts[0].target, facts[0].tap_layer_ids
@@ -203,7 +200,9 @@ def _facts(arm: str, path: Path, target: Target | str | Path) -> _Facts:
     return _Facts(path, manifest["target"]["name"], taps, manifest.get("chat"))
 
 
-def _require_agreement(facts: Sequence[_Facts]) -> None:
+def _agreed_facts(paths: Mapping[str, Path | None], target: Target | str | Path) -> list[_Facts]:
+    """Of the folders that are given, which have to go together."""
+    facts = [_facts(arm, path, target) for arm, path in paths.items() if path is not None]
     for field, what in (("target", "for the target"), ("tap_layer_ids", "on the layers")):
         told = [f"{f.path} {what} {_shown(getattr(f, field))}" for f in facts]
         if len({getattr(f, field) for f in facts}) > 1:
@@ -211,6 +210,7 @@ def _require_agreement(facts: Sequence[_Facts]) -> None:
                 f"the drafters were not trained together: {', '.join(told)}. Train one of them "
                 f"again so that both have the same {field}"
             )
+    return facts
 
 
 def _shown(value: str | tuple[int, ...]) -> str:
